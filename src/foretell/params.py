@@ -1,0 +1,126 @@
+"""What a caller asks of one request: frozen, keyword-only, checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretell.errors import ConfigError
+
+LogitsProcessor = Callable[[Any, Any], Any]
+"""transformers' protocol: `(input_ids [1, T] int64, scores [1, V] float32) -> scores [1, V]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+
+    max_new_tokens: int = 256
+    """Stop after this many tokens; at least 1."""
+    min_new_tokens: int = 0
+    """EOS cannot be chosen before this many tokens."""
+    temperature: float = 0.0
+    """0 is greedy; above 0, logits are divided by it and a token is drawn."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one; 0 keeps all."""
+    typical_p: float = 1.0
+    """Keep the most typical tokens up to this probability; 1 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divide the score of tokens seen in prompt or output by this (transformers' rule); 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtract this from the logit of every token that the output holds (OpenAI's rule)."""
+    frequency_penalty: float = 0.0
+    """Subtract this times its count in the output from a token's logit (OpenAI's rule)."""
+    no_repeat_ngram_size: int = 0
+    """Forbid n-grams of this size from occurring twice in prompt and output; 0 is off."""
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    """Token sequences that may not be completed."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logit of the token id."""
+    logits_processors: Sequence[LogitsProcessor] = ()
+    """Any transformers `LogitsProcessor`; called for each visited node with that node's own path."""
+    seed: int | None = None
+    """Key of the noise; None draws one at random and reports it in the result."""
+    n: int = 1
+    """Independent samples of one prompt; needs a temperature above 0."""
+    stop: Sequence[str] = ()
+    """Strings that end the output; they are not part of it."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the output, beside the model's own EOS ids."""
+    ignore_eos: bool = False
+    """Go on past the model's EOS ids."""
+    logprobs: int | None = None
+    """Report each emitted token's log-probability, and those of this many most likely tokens."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        self._check_ranges()
+        self._check_contradictions()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, with no noise."""
+        return self.temperature == 0.0
+
+    def _check_ranges(self) -> None:
+        _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least("min_new_tokens", self.min_new_tokens, 0)
+        _at_least("top_k", self.top_k, 0)
+        _at_least("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        _at_least("n", self.n, 1)
+        _at_least("temperature", self.temperature, 0.0)
+        for name in ("top_p", "typical_p"):
+            value = getattr(self, name)
+            if not 0.0 < value <= 1.0:
+                raise ConfigError(f"`{name}` must be in (0, 1], got {value!r}; 1 turns it off")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"`min_p` must be in [0, 1], got {self.min_p!r}; 0 turns it off")
+        if not (self.repetition_penalty > 0.0 and math.isfinite(self.repetition_penalty)):
+            raise ConfigError(f"`repetition_penalty` must be above 0, got {self.repetition_penalty!r}; 1 turns it off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -2.0 <= value <= 2.0:
+                raise ConfigError(f"`{name}` must be in [-2, 2], got {value!r}; 0 turns it off")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise ConfigError(f"`logprobs` must be in [0, 20] or None, got {self.logprobs!r}")
+        if any(stop == "" for stop in self.stop):
+            raise ConfigError("`stop` holds an empty string, which would end every output at once: remove it")
+        if any(len(word) == 0 for word in self.bad_words_ids):
+            raise ConfigError("`bad_words_ids` holds an empty sequence: remove it")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"`seed` must be in [0, 2**63), got {self.seed!r}")
+        for token_id, bias in self.logit_bias.items():
+            if math.isnan(bias):
+                raise ConfigError(f"`logit_bias` of token {token_id} is NaN: use a number")
+
+    def _check_contradictions(self) -> None:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"`min_new_tokens` ({self.min_new_tokens}) is above `max_new_tokens` ({self.max_new_tokens}): lower it"
+            )
+        if not self.is_greedy:
+            return
+        if self.n > 1:
+            raise ConfigError(f"`n`={self.n} with `temperature`=0 gives {self.n} equal outputs: raise the temperature")
+        unused = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+        for name, off in unused.items():
+            if getattr(self, name) != off:
+                raise ConfigError(
+                    f"`{name}`={getattr(self, name)!r} has no effect with `temperature`=0: raise the temperature or drop it"
+                )
+
+
+def _at_least(name: str, value: float, limit: float) -> None:
+    if not (value >= limit and math.isfinite(value)):
+        raise ConfigError(f"`{name}` must be at least {limit}, got {value!r}")

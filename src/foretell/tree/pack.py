@@ -1,0 +1,95 @@
+"""Lay a tree out as the rows of a pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretell.tree.shape import best_first
+from foretell.tree.token_tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTree:
+    """A tree's nodes as rows in canonical order: the first chain, then every other node, parents first, best first.
+
+    Row 0 is the root; rows `0 .. chain_length - 1` are each the child of the row before.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    """Row of the parent; -1 for the root, always smaller than the row itself."""
+    depths: list[int]
+    """Distance from the root: a row's position is the root's plus this."""
+    chain_length: int
+    """Rows of the first chain, root included."""
+    children: list[dict[int, int]]
+    """For each row its children as `{token id: row}`."""
+    sources: list[str]
+    log_accept: list[float]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Return bool [N, N]: row i sees column j iff j is i or an ancestor of i."""
+        size = len(self.parents)
+        width = (size + 7) // 8
+        seen: list[int] = []  # one bit per visible row
+        for row, parent in enumerate(self.parents):
+            seen.append(1 << row | (seen[parent] if parent >= 0 else 0))
+        packed = np.frombuffer(b"".join([bits.to_bytes(width, "little") for bits in seen]), dtype=np.uint8)
+        rows = np.unpackbits(packed.reshape(size, width), axis=1, count=size, bitorder="little")  # [N, N]
+        return rows.view(np.bool_)
+
+
+def pack(tree: TokenTree) -> PackedTree:
+    """Return the rows of `tree` in canonical order.
+
+    The first chain starts at the root and goes on to the most likely child until a leaf; of equals, the one added
+    first. Tokens that are already accepted but have to be computed again come in with `log_accept` 0: no other node can
+    exceed that, so they lead the chain as long as they were added before any other certain node.
+
+    Source: DESIGN "Canonical rows": rows of the first chain commit by raising the cache's length.
+    """
+    order = _canonical_order(tree)
+    token_ids = [tree.token_ids[node] for node in order.nodes]
+    rows = [0] * len(order.nodes)
+    for row, node in enumerate(order.nodes):
+        rows[node] = row
+    parents, depths = [-1], [0]
+    children: list[dict[int, int]] = [{} for _ in token_ids]
+    for row in range(1, len(token_ids)):
+        parent = rows[tree.parents[order.nodes[row]]]
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        children[parent][token_ids[row]] = row
+    return PackedTree(
+        token_ids,
+        parents,
+        depths,
+        order.chain_length,
+        children,
+        [tree.sources[node] for node in order.nodes],
+        [tree.log_accept[node] for node in order.nodes],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CanonicalOrder:
+    nodes: list[int]
+    chain_length: int
+
+
+def _canonical_order(tree: TokenTree) -> _CanonicalOrder:
+    ranked = best_first(tree)
+    best_child: dict[int, int] = {}
+    for node in ranked:
+        best_child.setdefault(tree.parents[node], node)
+    chain = [0]
+    while (child := best_child.get(chain[-1])) is not None:
+        chain.append(child)
+    in_chain = set(chain)
+    return _CanonicalOrder(chain + [node for node in ranked if node not in in_chain], len(chain))

@@ -49,7 +49,6 @@ def check(tree: TokenTree) -> None:
     assert len(token_paths(tree)) == size, "siblings carry the same token"
 
 
-
 @given(trees())
 def test_random_trees_are_valid(tree: TokenTree) -> None:
     check(tree)

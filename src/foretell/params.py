@@ -24,7 +24,7 @@ class SamplingParams:
     max_new_tokens: int = 256
     """Stop after this many tokens; at least 1."""
     min_new_tokens: int = 0
-    """EOS cannot be chosen before this many tokens."""
+    """Neither EOS nor a stop id can be chosen before this many tokens."""
     temperature: float = 0.0
     """0 is greedy; above 0, logits are divided by it and a token is drawn."""
     top_k: int = 0
@@ -101,8 +101,8 @@ class SamplingParams:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"`seed` must be in [0, 2**63), got {self.seed!r}")
         for token_id, bias in self.logit_bias.items():
-            if math.isnan(bias):
-                raise ConfigError(f"`logit_bias` of token {token_id} is NaN: use a number")
+            if math.isnan(bias) or bias == math.inf:
+                raise ConfigError(f"`logit_bias` of token {token_id} must be finite, or -inf to forbid it, got {bias!r}")
 
     def _check_contradictions(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:
@@ -117,7 +117,8 @@ class SamplingParams:
         for name, off in unused.items():
             if getattr(self, name) != off:
                 raise ConfigError(
-                    f"`{name}`={getattr(self, name)!r} has no effect with `temperature`=0: raise the temperature or drop it"
+                    f"`{name}`={getattr(self, name)!r} has no effect with `temperature`=0: "
+                    "raise the temperature or drop it"
                 )
 
 

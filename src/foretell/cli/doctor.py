@@ -1,0 +1,129 @@
+"""`foretell doctor`: versions, device, threads, which precision pays here, memory, and what is cached where."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from foretell.cli.options import DebugOption, JsonOption
+
+if TYPE_CHECKING:
+    import torch
+
+GIB: Final = 2**30
+MIB: Final = 2**20
+PROBE_ROWS: Final = (1, 16)
+PROBE_WIDTH: Final = 2048
+PROBE_REPEATS: Final = 15
+
+
+def doctor(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Report versions, device, threads, which precision is fast here, memory, and what is cached where."""
+    from foretell.cli.documents import print_document
+    from foretell.cli.terminal import progress
+
+    with progress("looking at this machine"):
+        report = examine()
+    if as_json:
+        print_document(report)
+        return
+    for section, facts in report.items():
+        print(section)
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            print(f"  {name:<{width}}  {_shown(value)}")
+
+
+def examine() -> dict[str, dict[str, Any]]:
+    """Return what there is to know about this machine, by section."""
+    import torch
+
+    from foretell.provenance import provenance
+
+    facts = provenance()
+    versions = ("foretell", "commit", "python", "torch", "transformers")
+    return {
+        "versions": {name: facts[name] for name in versions},
+        "machine": {
+            "platform": facts["platform"],
+            "processor": facts["cpu"],
+            "usable processors": facts["num_cpus"],
+            "threads": torch.get_num_threads(),
+            "device": "cuda: " + torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "C++ compiler": _compiler(),
+        },
+        "memory": _memory(),
+        "precision": _precision(),
+    }
+
+
+def _precision() -> dict[str, Any]:
+    """Time a linear layer over few rows, which is what a decode step is made of, in both precisions."""
+    import torch
+
+    facts: dict[str, Any] = {}
+    for num_rows in PROBE_ROWS:
+        times_s = {dtype: _linear_s(getattr(torch, dtype), num_rows) for dtype in ("bfloat16", "float32")}
+        for dtype, time_s in times_s.items():
+            facts[f"{dtype}, {num_rows} rows"] = f"{time_s * 1e3:.2f} ms a layer"
+    fastest = min(times_s, key=lambda dtype: times_s[dtype])
+    facts["advice"] = (
+        f"--dtype {fastest}: {max(times_s.values()) / min(times_s.values()):.1f} × as fast at {num_rows} rows"
+    )
+    return facts
+
+
+def _linear_s(dtype: torch.dtype, num_rows: int) -> float:
+    """Return the median seconds of one layer. Several weights in turn, so that they come from memory."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (2 * PROBE_WIDTH, PROBE_WIDTH)
+    weights = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]  # 4 × [2E, E]
+    rows = torch.randn((num_rows, PROBE_WIDTH), generator=generator).to(dtype)  # [N, E]
+    times_s = []
+    with torch.inference_mode():
+        for repeat in range(PROBE_REPEATS):
+            start_s = time.perf_counter()
+            torch.nn.functional.linear(rows, weights[repeat % len(weights)])  # [N, 2E]
+            times_s.append(time.perf_counter() - start_s)
+    return median(times_s)
+
+
+def _memory() -> dict[str, Any]:
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts = {"installed": f"{total_bytes / GIB:.1f} GiB"}
+    for line in _read_lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            facts["available"] = f"{int(line.split()[1]) * 1024 / GIB:.1f} GiB"
+    return facts
+
+
+def _read_lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _compiler() -> str | None:
+    candidates = (os.environ.get("CXX"), "g++", "clang++")
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+
+
+def _folder_facts(folder: Path) -> dict[str, Any]:
+    """Return what lies in a cache folder: each entry's size."""
+    facts: dict[str, Any] = {"folder": str(folder)}
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    for entry in entries:
+        files = [entry] if entry.is_file() else [file for file in entry.rglob("*") if file.is_file()]
+        facts[entry.name] = f"{sum(file.stat().st_size for file in files) / MIB:.1f} MiB"
+    return facts
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)

@@ -1,0 +1,91 @@
+"""The `foretell` command: dispatch, exit codes, one-line errors.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from foretell import __version__
+from foretell.cli.bench import bench
+from foretell.cli.chat import chat
+from foretell.cli.demo import demo
+from foretell.cli.doctor import doctor
+from foretell.cli.generate import generate
+from foretell.cli.options import DebugOption, Invocation
+from foretell.cli.tune import tune
+from foretell.errors import ConfigError, ForetellError
+
+app = typer.Typer(
+    name="foretell",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for command in (generate, chat, demo, tune, bench, doctor):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code; errors become one line on stderr."""
+    invocation = Invocation()
+    try:
+        code = app(args=list(args), prog_name="foretell", standalone_mode=False, obj=invocation)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _closed_pipe()
+    except KeyboardInterrupt:
+        return 130
+    except typer.Abort:
+        return 130
+    except typer.TyperException as error:
+        return _report(f"{error.format_message()} (see foretell --help)", error, 2, invocation)
+    except ForetellError as error:
+        return _report(str(error), error, 2 if isinstance(error, ConfigError) else 1, invocation)
+    except Exception as error:
+        hint = "" if invocation.is_debug else " (--debug prints the traceback)"
+        return _report(f"unexpected {type(error).__name__}: {error}{hint}", error, 1, invocation)
+    return code if isinstance(code, int) else 0
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=lambda value: _version(value))
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Several tokens per forward pass, without changing what the model says."""
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"foretell {__version__}")
+        raise typer.Exit
+
+
+def _report(message: str, error: BaseException, code: int, invocation: Invocation) -> int:
+    if invocation.is_debug:
+        traceback.print_exception(error, file=sys.stderr)
+    print(f"foretell: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _closed_pipe() -> int:
+    # The reader has left. What Python would still flush at exit goes nowhere, without a word.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1

@@ -1,0 +1,44 @@
+"""What appears beside the data: progress and settings, on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretell.result import Stats
+
+
+@contextmanager
+def progress(message: str) -> Iterator[None]:
+    """Show that something is being waited for, where somebody is watching."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{message} …"):
+        yield
+
+
+def note(text: str = "") -> None:
+    """Print a line that is not data."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def note_settings(settings: Mapping[str, Any]) -> None:
+    """Print one `name: value` line per setting, aligned."""
+    width = max(map(len, settings), default=0)
+    for name, value in settings.items():
+        note(f"{name:<{width}}  {value}")
+
+
+def note_stats(stats: Stats) -> None:
+    """Print what a request cost, in one line."""
+    note(
+        f"{stats.num_output_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, "
+        f"{stats.tokens_per_pass:.2f} tokens per pass, acceptance rate {stats.acceptance_rate:.2f}, "
+        f"first token after {stats.first_token_s:.2f} s"
+    )

@@ -1,0 +1,112 @@
+"""What the command line says before any model is loaded: help, usage errors, prompts that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import foretell as package
+from foretell.cli.options import DecodingOptions, EngineOptions
+
+from .conftest import Foretell
+
+COMMANDS = ["generate", "chat", "demo", "tune", "bench", "doctor"]
+
+
+def assert_one_line_error(stderr: str, *parts: str) -> None:
+    assert stderr.startswith("foretell: error: ")
+    assert stderr.count("\n") == 1
+    for part in parts:
+        assert part in stderr
+
+
+def test_version(foretell: Foretell) -> None:
+    result = foretell("--version")
+    assert (result.returncode, result.stdout) == (0, f"foretell {package.__version__}\n")
+
+
+def test_help_lists_the_commands(foretell: Foretell) -> None:
+    result = foretell("--help")
+    assert result.returncode == 0
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(foretell: Foretell, command: str) -> None:
+    result = foretell(command, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"foretell {command}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["generate", "--no-such-option"], "No such option"),
+        (["generate", "--threads", "two", "x"], "threads"),
+        (["generate", "--dtype", "float8", "x"], "float8"),
+        (["nonsense"], "nonsense"),
+        (["generate", "x", "--top-p", "0.9"], "`top_p`=0.9 has no effect with `temperature`=0"),
+        (["generate", "x", "--temperature", "-1"], "`temperature` must be at least"),
+        (["generate", "x", "--stop", ""], "empty string"),
+        (["generate", "x", "--n", "3"], "`n`=3"),
+        (["generate", "x", "--max-new-tokens", "4", "--min-new-tokens", "5"], "above `max_new_tokens`"),
+        (["generate", "x", "--file", "y"], "both given"),
+        (["demo", "--n", "2", "--temperature", "1"], "one answer"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(foretell: Foretell, args: list[str], part: str) -> None:
+    result = foretell(*args)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert_one_line_error(result.stderr, part)
+
+
+def test_a_missing_file(foretell: Foretell, tmp_path: Path) -> None:
+    result = foretell("generate", "--file", tmp_path / "none.txt")
+    assert result.returncode == 1
+    assert_one_line_error(result.stderr, "none.txt", "No such file")
+
+
+def test_a_file_that_is_not_utf8(foretell: Foretell, tmp_path: Path) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes("naïve".encode("latin-1"))
+    result = foretell("generate", "--file", file)
+    assert result.returncode == 1
+    assert_one_line_error(result.stderr, "latin.txt", "not UTF-8", "0xef at offset 2")
+
+
+@pytest.mark.parametrize("args", [[""], ["  \n"], [], ["-"]])
+def test_an_empty_prompt(foretell: Foretell, args: list[str]) -> None:
+    result = foretell("generate", *args)
+    assert result.returncode == 1
+    assert_one_line_error(result.stderr, "the prompt is empty")
+
+
+def test_stdin_that_is_not_utf8(foretell: Foretell) -> None:
+    result = foretell("generate", stdin=b"\xff\xfe")
+    assert result.returncode == 1
+    assert_one_line_error(result.stderr, "stdin is not UTF-8")
+
+
+@pytest.mark.parametrize("args", [["--debug", "generate", ""], ["generate", "--debug", ""]])
+def test_debug_prints_the_traceback(foretell: Foretell, args: list[str]) -> None:
+    result = foretell(*args)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "InputError" in result.stderr
+
+
+def test_sampling_takes_what_was_given_over_defaults() -> None:
+    defaults = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+    sampling = DecodingOptions(top_p=0.8, seed=3).sampling(defaults)
+    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty, sampling.seed) == (0.2, 0.8, 1.1, 3)
+
+
+def test_temperature_zero_drops_the_default_filters() -> None:
+    sampling = DecodingOptions(temperature=0.0).sampling({"temperature": 0.2, "top_p": 0.9, "top_k": 50})
+    assert sampling.is_greedy
+    assert (sampling.top_p, sampling.top_k) == (1.0, 0)
+
+
+def test_decoding_options_hold_every_engine_option() -> None:
+    assert EngineOptions.__dataclass_fields__.keys() <= DecodingOptions.__dataclass_fields__.keys()

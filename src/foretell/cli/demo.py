@@ -108,7 +108,7 @@ def _speed_table(arms: Arms) -> Table:
     from rich.table import Table
 
     plain_tokens_per_s = _tokens_per_s(arms.plain)
-    table = Table(title=f"decoding, median of {NUM_ROUNDS} rounds", title_justify="left")
+    table = Table(title=f"decoding, median of {NUM_ROUNDS} rounds", title_justify="left", title_style="default")
     for name in ("", "tokens/s", "speed-up", "tokens per pass", "tokens"):
         table.add_column(name, justify="left" if name == "" else "right")
     for name, completions in (("plain", arms.plain), ("with drafts", arms.drafted)):
@@ -130,7 +130,7 @@ def _source_table(completion: Completion) -> Table:
 
     drafted, accepted = completion.stats.drafted, completion.stats.accepted
     emitted = Counter(completion.sources)
-    table = Table(title="tokens of the answer by what proposed them", title_justify="left")
+    table = Table(title="tokens of the answer by what proposed them", title_justify="left", title_style="default")
     for name in ("source", "tokens", "drafted", "accepted", "acceptance rate"):
         table.add_column(name, justify="left" if name == "source" else "right")
     for source in sorted({*emitted, *drafted}, key=lambda name: (-emitted[name], name)):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GIB: Final = 2**30
 MIB: Final = 2**20
-PROBE_ROWS: Final = (1, 16)
+PROBE_ROWS: Final = (4, 16)
 PROBE_WIDTH: Final = 2048
 PROBE_REPEATS: Final = 15
 
@@ -62,7 +62,7 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def _precision() -> dict[str, Any]:
-    """Time a linear layer over few rows, which is what a decode step is made of, in both precisions."""
+    """Time a packed linear layer over few rows, which is what a decode step is made of, in both precisions."""
     import torch
 
     facts: dict[str, Any] = {}
@@ -81,15 +81,17 @@ def _linear_s(dtype: torch.dtype, num_rows: int) -> float:
     """Return the median seconds of one layer. Several weights in turn, so that they come from memory."""
     import torch
 
+    from foretell.models.layers import PackedLinear
+
     generator = torch.Generator().manual_seed(0)
     shape = (2 * PROBE_WIDTH, PROBE_WIDTH)
-    weights = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]  # 4 × [2E, E]
+    layers = [PackedLinear(torch.randn(shape, generator=generator).to(dtype)) for _ in range(4)]  # 4 × [2E, E]
     rows = torch.randn((num_rows, PROBE_WIDTH), generator=generator).to(dtype)  # [N, E]
     times_s = []
     with torch.inference_mode():
         for repeat in range(PROBE_REPEATS):
             start_s = time.perf_counter()
-            torch.nn.functional.linear(rows, weights[repeat % len(weights)])  # [N, 2E]
+            layers[repeat % len(layers)](rows)  # [N, 2E]
             times_s.append(time.perf_counter() - start_s)
     return median(times_s)
 

@@ -102,7 +102,7 @@ class SamplingParams:
             raise ConfigError(f"`seed` must be in [0, 2**63), got {self.seed!r}")
         for token_id, bias in self.logit_bias.items():
             if math.isnan(bias) or bias == math.inf:
-                raise ConfigError(f"`logit_bias` of token {token_id} must be finite, or -inf to forbid it, got {bias!r}")
+                raise ConfigError(f"`logit_bias` of token {token_id} is {bias!r}: use a finite number, or -inf")
 
     def _check_contradictions(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:

@@ -60,7 +60,7 @@ _ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder's shape. Letters as everywhere: `L` layers, `H` heads, `G` KV heads, `D` head width, `E` hidden width."""
+    """A decoder's shape and rules; families differ in these fields only."""
 
     model_type: str
     vocab_size: int

@@ -92,8 +92,8 @@ def _refuse_recurrent(config: Mapping[str, Any], name: str) -> None:
         evidence = next((str(kind) for kind in kinds if _is_recurrent_layer(kind)), None)
     if evidence is not None:
         raise ModelError(
-            f"{name!r} models are recurrent or hybrid ({evidence}): a state that runs through every token cannot verify "
-            "a tree of drafts; use a model whose layers are all attention"
+            f"{name!r} models are recurrent or hybrid ({evidence}): a state that runs through every token cannot "
+            "verify a tree of drafts; use a model whose layers are all attention"
         )
 
 

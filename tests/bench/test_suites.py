@@ -90,7 +90,7 @@ def test_category_keeps_one_or_several(tmp_path: Path) -> None:
     )
     assert [prompt.category for prompt in load_suite(path, category="a")] == ["a", "a"]
     assert [prompt.category for prompt in load_suite(path, category="a, c")] == ["a", "a", "c"]
-    with pytest.raises(ConfigError, match="category 'd' is not in suite .*: choose from a, b, c"):
+    with pytest.raises(ConfigError, match=r"category 'd' is not in suite .*: choose from a, b, c"):
         load_suite(path, category="d")
 
 
@@ -140,7 +140,7 @@ def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str, mes
 
 
 def test_unreadable_files_give_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot read suite .*missing.jsonl: No such file"):
+    with pytest.raises(InputError, match=r"cannot read suite .*missing\.jsonl: No such file"):
         load_suite(tmp_path / "missing.jsonl")
     with pytest.raises(InputError, match="cannot read suite"):
         load_suite(tmp_path)

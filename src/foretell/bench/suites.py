@@ -30,9 +30,7 @@ class BenchPrompt:
     """Whether the text is a user's turn, to go through the chat template; else it is completed as it stands."""
 
 
-def load_suite(
-    name_or_path: str | Path, *, limit: int | None = None, category: str | None = None
-) -> list[BenchPrompt]:
+def load_suite(name_or_path: str | Path, *, limit: int | None = None, category: str | None = None) -> list[BenchPrompt]:
     """Read a suite, keep the wanted categories, and thin it out evenly.
 
     Args:

@@ -1,0 +1,224 @@
+"""From timed runs to rows: medians over repeats, sums over prompts, ratios of sums."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median, median_low
+from typing import Any
+
+from foretell.bench.arms import PLAIN, PLAIN_AGAIN
+from foretell.bench.measurement import Measurement, Round
+from foretell.bench.suites import ALL_CATEGORIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmMemory:
+    """What an arm holds in memory; None where it could not be measured."""
+
+    peak_rss_bytes: int | None = None
+    drafter_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """One arm on one category; `category` is "all" for the whole suite. None: not reported by this arm."""
+
+    name: str
+    category: str
+    num_prompts: int
+    tokens_per_s: float
+    """Tokens after the first ÷ seconds after the first, both summed over prompts."""
+    ttft_s: float
+    prefill_s: float | None
+    end_to_end_tokens_per_s: float
+    speedup_vs_plain: float
+    """Plain seconds per decoded token ÷ this arm's, over the same prompts; 1.0 for `none`."""
+    noise: float
+    """How far a second plain arm was from the first: |ratio of their speeds - 1| in this category."""
+    tokens_per_pass: float | None
+    acceptance_rate: float | None
+    identical: float
+    """Share of outputs whose token ids equal plain foretell's."""
+    first_divergence_gap: float | None
+    """Largest logit gap between plain's two best tokens where an output first differs; None when none does."""
+    peak_rss_bytes: int | None
+    drafter_memory_bytes: int | None
+    accepted_by_source: dict[str, dict[str, int]] = field(default_factory=dict)
+    """For each source of drafts how many tokens it drafted, and how many were accepted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of the JSON document."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSummary:
+    """One arm on one prompt: medians over repeats."""
+
+    num_tokens: int
+    decode_s: float
+    ttft_s: float
+    prefill_s: float | None
+    wall_s: float
+    num_identical: int
+    runs: Sequence[Measurement]
+    """The repeats in order."""
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens after the first."""
+        return max(0, self.num_tokens - 1)
+
+
+Summaries = Mapping[str, Sequence[PromptSummary]]
+"""By arm key; one summary per prompt, in the suite's order."""
+
+
+def summarise_prompts(rounds: Sequence[Round]) -> dict[str, list[PromptSummary]]:
+    """Take medians over the repeats of every (arm, prompt), and compare outputs with plain's first."""
+    runs: dict[str, dict[int, list[Measurement]]] = {}
+    for finished in sorted(rounds, key=lambda each: (each.prompt, each.repeat)):
+        for key, measurement in finished.measurements.items():
+            runs.setdefault(key, {}).setdefault(finished.prompt, []).append(measurement)
+    reference = {prompt: repeats[0].token_ids for prompt, repeats in runs[PLAIN].items()}
+    return {
+        key: [_summarise(repeats, reference[prompt]) for prompt, repeats in by_prompt.items()]
+        for key, by_prompt in runs.items()
+    }
+
+
+def result_rows(
+    summaries: Summaries,
+    categories: Sequence[str],
+    *,
+    memory: Mapping[str, ArmMemory] | None = None,
+    gaps: Mapping[str, Mapping[int, float | None]] | None = None,
+) -> list[BenchResult]:
+    """Return, for each arm, its row over everything and one row per category.
+
+    Args:
+        summaries: see `summarise_prompts`.
+        categories: each prompt's category.
+        memory: by arm key.
+        gaps: for each arm the prompts on which its output differs, with the logit gap there.
+    """
+    groups = {ALL_CATEGORIES: list(range(len(categories)))}
+    for prompt, category in enumerate(categories):
+        groups.setdefault(category, []).append(prompt)
+    return [
+        _row(key, category, prompts, summaries, (memory or {}).get(key, ArmMemory()), (gaps or {}).get(key, {}))
+        for key in (PLAIN, *(key for key in summaries if key not in (PLAIN, PLAIN_AGAIN)))
+        for category, prompts in groups.items()
+    ]
+
+
+def pass_counts(summaries: Sequence[PromptSummary]) -> Counter[int]:
+    """Return the number of passes by the number of tokens that they emitted, over all runs of an arm."""
+    counts: Counter[int] = Counter()
+    for run in _runs(summaries):
+        counts.update(run.tokens_per_pass_counts)
+    return counts
+
+
+def forward_share(summaries: Sequence[PromptSummary]) -> float | None:
+    """Return the share of decode time that target passes took; None where an arm does not report it."""
+    runs = [run for run in _runs(summaries) if run.forward_s is not None]
+    decode_s = sum(run.decode_s for run in runs)
+    return sum(run.forward_s or 0.0 for run in runs) / decode_s if decode_s > 0 else None
+
+
+def rows_per_pass(summaries: Sequence[PromptSummary]) -> float | None:
+    """Return the mean number of rows of a pass; None where an arm does not report it."""
+    runs = [run for run in _runs(summaries) if run.num_rows is not None and run.num_passes]
+    num_passes = sum(run.num_passes or 0 for run in runs)
+    return sum(run.num_rows or 0 for run in runs) / num_passes if num_passes else None
+
+
+def _summarise(repeats: Sequence[Measurement], reference: tuple[int, ...]) -> PromptSummary:
+    prefills_s = [run.prefill_s for run in repeats if run.prefill_s is not None]
+    return PromptSummary(
+        num_tokens=median_low(len(run.token_ids) for run in repeats),
+        decode_s=median(run.decode_s for run in repeats),
+        ttft_s=median(run.ttft_s for run in repeats),
+        prefill_s=median(prefills_s) if prefills_s else None,
+        wall_s=median(run.wall_s for run in repeats),
+        num_identical=sum(run.token_ids == reference for run in repeats),
+        runs=repeats,
+    )
+
+
+def _row(
+    key: str,
+    category: str,
+    prompts: Sequence[int],
+    summaries: Summaries,
+    memory: ArmMemory,
+    gaps: Mapping[int, float | None],
+) -> BenchResult:
+    own, plain, plain_again = ([summaries[name][prompt] for prompt in prompts] for name in (key, PLAIN, PLAIN_AGAIN))
+    prefills_s = [each.prefill_s for each in own if each.prefill_s is not None]
+    known_gaps = [gap for prompt in prompts if (gap := gaps.get(prompt)) is not None]
+    return BenchResult(
+        name=key,
+        category=category,
+        num_prompts=len(prompts),
+        tokens_per_s=_decode_tokens_per_s(own),
+        ttft_s=median(each.ttft_s for each in own),
+        prefill_s=median(prefills_s) if prefills_s else None,
+        end_to_end_tokens_per_s=_end_to_end_tokens_per_s(own),
+        speedup_vs_plain=1.0 if key == PLAIN else _speedup(own, plain),
+        noise=abs(_speedup(plain_again, plain) - 1.0),
+        tokens_per_pass=_tokens_per_pass(own),
+        acceptance_rate=_acceptance_rate(own),
+        identical=sum(each.num_identical for each in own) / sum(len(each.runs) for each in own),
+        first_divergence_gap=max(known_gaps, default=None),
+        peak_rss_bytes=memory.peak_rss_bytes,
+        drafter_memory_bytes=memory.drafter_memory_bytes,
+        accepted_by_source=_by_source(own),
+    )
+
+
+def _speedup(own: Sequence[PromptSummary], plain: Sequence[PromptSummary]) -> float:
+    """Return the ratio of decode speeds; of end-to-end speeds where an arm never emitted a second token."""
+    own_per_s, plain_per_s = _decode_tokens_per_s(own), _decode_tokens_per_s(plain)
+    if own_per_s == 0.0 or plain_per_s == 0.0:
+        own_per_s, plain_per_s = _end_to_end_tokens_per_s(own), _end_to_end_tokens_per_s(plain)
+    return own_per_s / plain_per_s if plain_per_s > 0.0 else 1.0
+
+
+def _decode_tokens_per_s(summaries: Sequence[PromptSummary]) -> float:
+    num_tokens = sum(each.num_decode_tokens for each in summaries)
+    decode_s = sum(each.decode_s for each in summaries if each.num_decode_tokens)
+    return num_tokens / decode_s if decode_s > 0 else 0.0
+
+
+def _end_to_end_tokens_per_s(summaries: Sequence[PromptSummary]) -> float:
+    wall_s = sum(each.wall_s for each in summaries)
+    return sum(each.num_tokens for each in summaries) / wall_s if wall_s > 0 else 0.0
+
+
+def _tokens_per_pass(summaries: Sequence[PromptSummary]) -> float | None:
+    counts = pass_counts(summaries)
+    num_passes = sum(counts.values())
+    return sum(num_tokens * times for num_tokens, times in counts.items()) / num_passes if num_passes else None
+
+
+def _acceptance_rate(summaries: Sequence[PromptSummary]) -> float | None:
+    by_source = _by_source(summaries).values()
+    num_drafted = sum(counts["drafted"] for counts in by_source)
+    return sum(counts["accepted"] for counts in by_source) / num_drafted if num_drafted else None
+
+
+def _by_source(summaries: Sequence[PromptSummary]) -> dict[str, dict[str, int]]:
+    drafted: Counter[str] = Counter()
+    accepted: Counter[str] = Counter()
+    for run in _runs(summaries):
+        drafted.update(run.drafted or {})
+        accepted.update(run.accepted or {})
+    return {source: {"drafted": drafted[source], "accepted": accepted[source]} for source in sorted(drafted)}
+
+
+def _runs(summaries: Sequence[PromptSummary]) -> Iterable[Measurement]:
+    return (run for each in summaries for run in each.runs)

@@ -1,0 +1,89 @@
+"""The outcome of a benchmark: rows, the profile they were measured under, where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretell.bench.aggregate import BenchResult, Summaries
+from foretell.bench.suites import ALL_CATEGORIES
+
+TABLE_HEADER = ("arm", "tokens/s", "speed-up", "noise", "first token", "tokens/pass", "accepted", "identical", "memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchReport:
+    """Everything that a benchmark found out."""
+
+    results: Sequence[BenchResult]
+    profile: Mapping[str, Any] | None
+    """The measured T(N) as plain data; None where there is none."""
+    provenance: Mapping[str, Any]
+    summaries: Summaries
+    """The runs behind the rows, for plots."""
+    suite: str
+
+    @property
+    def names(self) -> list[str]:
+        """The arms, plain first."""
+        return list(dict.fromkeys(result.name for result in self.results))
+
+    @property
+    def categories(self) -> list[str]:
+        """The suite's categories, without the totals."""
+        names = dict.fromkeys(result.category for result in self.results)
+        return [name for name in names if name != ALL_CATEGORIES]
+
+    def result(self, name: str, category: str = ALL_CATEGORIES) -> BenchResult:
+        """Return one row."""
+        return next(each for each in self.results if (each.name, each.category) == (name, category))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return {
+            "results": [result.to_json() for result in self.results],
+            "profile": self.profile,
+            "provenance": dict(self.provenance),
+        }
+
+
+def table_rows(report: BenchReport, category: str = ALL_CATEGORIES) -> list[tuple[str, ...]]:
+    """Return one row of short texts per arm, in the columns of `TABLE_HEADER`."""
+    return [
+        (
+            result.name,
+            f"{result.tokens_per_s:.1f}",
+            f"{result.speedup_vs_plain:.2f} ×",
+            f"± {result.noise:.2f}",
+            f"{result.ttft_s * 1e3:.0f} ms",
+            _number(result.tokens_per_pass),
+            _number(result.acceptance_rate),
+            _number(result.identical),
+            _memory(result.peak_rss_bytes),
+        )
+        for result in (report.result(name, category) for name in report.names)
+    ]
+
+
+def category_rows(report: BenchReport) -> list[tuple[str, ...]]:
+    """Return one row per category: its name, the number of prompts, each arm's speed-up, the noise."""
+    rows = []
+    for category in [*report.categories, ALL_CATEGORIES]:
+        results = [report.result(name, category) for name in report.names]
+        speedups = [f"{result.speedup_vs_plain:.2f}" for result in results]
+        rows.append((category, str(results[0].num_prompts), *speedups, f"± {results[0].noise:.2f}"))
+    return rows
+
+
+def category_header(report: BenchReport) -> tuple[str, ...]:
+    """Return the column names of `category_rows`."""
+    return ("category", "prompts", *report.names, "noise")
+
+
+def _number(value: float | None) -> str:
+    return "—" if value is None else f"{value:.2f}"
+
+
+def _memory(num_bytes: int | None) -> str:
+    return "—" if num_bytes is None else f"{num_bytes / 1e6:.0f} MB"

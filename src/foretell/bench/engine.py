@@ -1,0 +1,43 @@
+"""Where the benchmark touches the engine: loading, encoding, and what it reads from a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from foretell.bench.arms import BenchLLM
+from foretell.bench.settings import EngineSettings
+from foretell.bench.suites import BenchPrompt
+
+
+def load_llm(engine: EngineSettings) -> BenchLLM:
+    """Load the model that serves all of foretell's arms."""
+    from foretell.llm import LLM
+
+    return LLM(
+        engine.model,
+        dtype=engine.dtype,
+        device=engine.device,
+        threads=engine.threads,
+        compile=engine.compile,
+        context_tokens=engine.context_tokens,
+        corpus=engine.corpus,
+    )
+
+
+def resolved_engine(llm: BenchLLM, engine: EngineSettings) -> EngineSettings:
+    """Return the settings with what the model chose for `auto`, so that baselines and children choose the same."""
+    names = ("dtype", "device", "threads")
+    return replace(engine, **{name: llm.settings[name] for name in names if llm.settings.get(name) is not None})
+
+
+def encode_prompt(llm: BenchLLM, prompt: BenchPrompt) -> list[int]:
+    """Return the prompt's token ids: through the chat template if it is a user's turn and the model has one."""
+    if prompt.is_chat and llm.tokenizer.has_chat_template:
+        return list(llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}]))
+    return list(llm.tokenizer.encode(prompt.text))
+
+
+def profile_document(llm: BenchLLM) -> dict[str, Any] | None:
+    """Return the measured T(N) as plain data, or None where nothing was measured."""
+    return None if llm.profile is None else dict(llm.profile.to_json())

@@ -48,7 +48,7 @@ def command_blocks(name: str, command: Any) -> Iterator[str]:
 def row(parameter: Any, context: Any) -> str:
     """Return one parameter's line of a table."""
     is_argument = parameter.param_type_name == "argument"
-    names = parameter.name if is_argument else ", ".join(parameter.opts)
+    names = parameter.name if is_argument else " / ".join([*parameter.opts, *parameter.secondary_opts])
     is_flag = getattr(parameter, "is_flag", False)
     kind = "" if is_argument or is_flag else f" {parameter.display_type(context)}".replace("|", "\\|")
     return f"| `{names}{kind}` | {parameter.help} | {default(parameter)} |"
@@ -58,6 +58,8 @@ def default(parameter: Any) -> str:
     """Return what applies when the parameter is not given."""
     if isinstance(parameter.show_default, str):
         return parameter.show_default
+    if parameter.default is True:
+        return "on"
     return "" if parameter.default in (None, False) else f"`{parameter.default}`"
 
 

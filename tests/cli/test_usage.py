@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import foretell as package
-from foretell.cli.options import DecodingOptions, EngineOptions
+from foretell.cli.options import DecodingOptions, EngineOptions, SamplingOptions
 
 from .conftest import Foretell
 
@@ -108,5 +108,6 @@ def test_temperature_zero_drops_the_default_filters() -> None:
     assert (sampling.top_p, sampling.top_k) == (1.0, 0)
 
 
-def test_decoding_options_hold_every_engine_option() -> None:
-    assert EngineOptions.__dataclass_fields__.keys() <= DecodingOptions.__dataclass_fields__.keys()
+def test_each_level_of_options_adds_to_the_one_above() -> None:
+    names = [options.__dataclass_fields__.keys() for options in (EngineOptions, SamplingOptions, DecodingOptions)]
+    assert names[0] < names[1] < names[2]

@@ -42,7 +42,7 @@ def chat(
     """
     from foretell.cli.terminal import note, note_settings, note_stats
 
-    llm = options.load()
+    llm = options.load(options.drafter)
     sampling = single_answer(options.sampling(llm.generation_defaults), "chat")
     if options.verbose:
         note_settings(llm.settings)

@@ -64,7 +64,7 @@ def demo(
 
     sampling = single_answer(options.sampling(), "demo")
     messages: list[Message] = [{"role": "user", "content": read_prompt(prompt, None, is_raw=False)}]
-    llm = options.load()
+    llm = options.load(options.drafter)
     if options.verbose:
         note_settings(llm.settings)
     console = Console(highlight=False, markup=False, emoji=False)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from foretell.cli.options import DebugOption, JsonOption
+from foretell.cli.options import DebugOption
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +20,12 @@ PROBE_WIDTH: Final = 2048
 PROBE_REPEATS: Final = 24
 
 
-def doctor(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def doctor(debug: DebugOption = False) -> None:
     """Report versions, device, threads, which precision is fast here, memory, and what is cached where."""
-    from foretell.cli.documents import print_document
     from foretell.cli.terminal import progress
 
     with progress("looking at this machine"):
         report = examine()
-    if as_json:
-        print_document(report)
-        return
     for section, facts in report.items():
         print(section)
         width = max(map(len, facts), default=0)
@@ -57,6 +53,7 @@ def examine() -> dict[str, dict[str, Any]]:
         },
         "memory": _memory(),
         "precision": _precision(),
+        "files": _files(),
     }
 
 
@@ -117,14 +114,26 @@ def _compiler() -> str | None:
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
-def _folder_facts(folder: Path) -> dict[str, Any]:
-    """Return what lies in a cache folder: each entry's size."""
-    facts: dict[str, Any] = {"folder": str(folder)}
-    entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    for entry in entries:
-        files = [entry] if entry.is_file() else [file for file in entry.rglob("*") if file.is_file()]
-        facts[entry.name] = f"{sum(file.stat().st_size for file in files) / MIB:.1f} MiB"
+def _files() -> dict[str, Any]:
+    """Return where models come from, and what foretell keeps on disk."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from foretell.errors import ModelError
+    from foretell.models.files import cache_home, find_default_gguf
+
+    try:
+        default_model = str(find_default_gguf())
+    except ModelError as error:
+        default_model = str(error)
+    facts = {"default model": default_model, "Hugging Face cache": HF_HUB_CACHE, "own cache": str(cache_home())}
+    for entry in sorted(cache_home().glob("*/*")):
+        facts[str(entry.relative_to(cache_home()))] = f"{_num_bytes(entry) / MIB:.1f} MiB"
     return facts
+
+
+def _num_bytes(entry: Path) -> int:
+    files = [entry] if entry.is_file() else [file for file in entry.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
 
 
 def _shown(value: Any) -> str:

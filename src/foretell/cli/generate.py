@@ -33,7 +33,7 @@ def generate(
 
     sampling = options.sampling()  # before the model: a wrong value is reported at once
     text = read_prompt(prompt, file, is_raw=raw)
-    llm = options.load()
+    llm = options.load(options.drafter)
     if options.verbose:
         note_settings({**llm.settings, **_shown(sampling)})
     if as_json:

@@ -64,9 +64,6 @@ class EngineOptions:
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile passes; needs a C++ compiler.", rich_help_panel=MODEL)
     ] = False
-    drafter: Annotated[
-        str, typer.Option(help="Who proposes: none, lookup, suffix, ngram, or all.", rich_help_panel=MODEL)
-    ] = "all"
     context_tokens: Annotated[
         int | None,
         typer.Option(help="Longest sequence, in tokens.", show_default="the model's own", rich_help_panel=MODEL),
@@ -77,7 +74,7 @@ class EngineOptions:
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the effective settings to stderr.")] = False
     debug: DebugOption = False
 
-    def load(self) -> LLM:
+    def load(self, drafter: str = "all") -> LLM:
         """Load the model."""
         from foretell.cli.terminal import progress
         from foretell.llm import LLM
@@ -89,18 +86,19 @@ class EngineOptions:
                 device=self.device,
                 threads=self.threads,
                 compile=self.compile,
-                drafter=self.drafter,
+                drafter=drafter,
                 context_tokens=self.context_tokens,
                 corpus=self.corpus,
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodingOptions(EngineOptions):
+class SamplingOptions(EngineOptions):
     """Engine options, and how to choose tokens. None means "not given": a default of the command's applies."""
 
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Stop after this many tokens.", show_default="256", rich_help_panel=SAMPLING)
+        int | None,
+        typer.Option(help="Stop after this many tokens.", show_default="256; 128 in bench", rich_help_panel=SAMPLING),
     ] = None
     min_new_tokens: Annotated[
         int | None, typer.Option(help="No end of text before this many tokens.", rich_help_panel=SAMPLING)
@@ -137,7 +135,7 @@ class DecodingOptions(EngineOptions):
     stop: Annotated[
         list[str] | None, typer.Option(help="End the output at this string; repeatable.", rich_help_panel=SAMPLING)
     ] = None
-    n: Annotated[int | None, typer.Option("--n", help="Independent samples.", rich_help_panel=SAMPLING)] = None
+    n: Annotated[int | None, typer.Option(help="Independent samples.", rich_help_panel=SAMPLING)] = None
 
     def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Return the sampling parameters: those given, over a command's `defaults`.
@@ -147,13 +145,22 @@ class DecodingOptions(EngineOptions):
         """
         from foretell.params import SamplingParams
 
-        names = {field.name for field in fields(DecodingOptions)} - {field.name for field in fields(EngineOptions)}
+        names = {field.name for field in fields(SamplingOptions)} - {field.name for field in fields(EngineOptions)}
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         inherited = dict(defaults or {})
         if given.get("temperature") == 0.0:  # greedy was asked for: a model's default filters mean nothing
             for name in ("top_k", "top_p", "min_p", "typical_p"):
                 inherited.pop(name, None)
         return SamplingParams(**{**inherited, **given})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingOptions(SamplingOptions):
+    """Sampling options, and one drafter."""
+
+    drafter: Annotated[
+        str, typer.Option(help="Who proposes: none, lookup, suffix, ngram, or all.", rich_help_panel=MODEL)
+    ] = "all"
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

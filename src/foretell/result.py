@@ -31,6 +31,8 @@ class Stats:
     tokens_per_pass_counts: Counter[int] = field(default_factory=Counter)
     """Passes by the number of tokens that they emitted."""
     prefill_s: float = 0.0
+    num_first_tokens: int = 1
+    """Tokens that the first pass emitted; they arrived together."""
     first_token_s: float = 0.0
     """From the request's start to its first token."""
     decode_s: float = 0.0
@@ -58,8 +60,8 @@ class Stats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode speed: tokens after the first ÷ seconds after the first."""
-        return (self.num_output_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+        """Decode speed: tokens after those of the first pass ÷ seconds after it."""
+        return (self.num_output_tokens - self.num_first_tokens) / self.decode_s if self.decode_s > 0 else 0.0
 
     @property
     def end_to_end_tokens_per_s(self) -> float:
@@ -98,7 +100,7 @@ class Completion:
 
     text: str
     token_ids: list[int]
-    """Emitted ids: the EOS id included when it ended the output, nothing after a stop string's first token."""
+    """Emitted ids: the EOS id included when it ended the output, none that begins in a stop string or after it."""
     finish_reason: FinishReason
     sources: list[str]
     """For each token the drafter that proposed it, or "target"."""

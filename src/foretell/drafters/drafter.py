@@ -22,8 +22,16 @@ class Proposal:
     """Most nodes besides the root; 0 means propose nothing."""
     max_depth: int
     """Deepest node's distance from the root."""
+    ahead: tuple[int, ...] = ()
+    """Tokens after the root that will almost surely follow but were not observed yet. The draft continues after the
+    last of them, and its root is that token, or `root` where there are none."""
     seed: int | None = None
     """Key of the noise when sampling, None when greedy."""
+
+    @property
+    def tip(self) -> int:
+        """The token at the draft's root."""
+        return self.ahead[-1] if self.ahead else self.root
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class NoDrafter:
     def begin(self, prompt_ids: Sequence[int]) -> None: ...
 
     def propose(self, proposal: Proposal) -> TokenTree:
-        return TokenTree.root(proposal.root)
+        return TokenTree.root(proposal.tip)
 
     def observe(self, outcome: Outcome) -> None: ...
 

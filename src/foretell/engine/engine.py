@@ -1,0 +1,348 @@
+"""The decode path, the only one: propose → buy → pack → forward → verify → commit → emit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foretell.cache.kv_cache import Region
+from foretell.drafters.calibration import Calibration
+from foretell.drafters.drafter import Outcome, Proposal
+from foretell.engine.rows import Rows
+from foretell.engine.runner import MAX_ROWS, Runner
+from foretell.engine.sequence import TARGET, DecodingSequence, Emission, Request
+from foretell.errors import CapacityError, InputError
+from foretell.hardware.budget import buy
+from foretell.hardware.profile import LatencyProfile
+from foretell.tree.merge import merge
+from foretell.tree.pack import PackedTree, pack
+from foretell.tree.shape import best_first, prune
+from foretell.tree.token_tree import TokenTree
+from foretell.verify.match import Verdict, match
+
+PREFILL_ROWS = 256
+"""Rows of a prefill chunk."""
+
+CommitPolicy = Literal["canonical", "copy"]
+"""`canonical`: only rows of the first chain commit, bit for bit as plain decoding; `copy`: all accepted rows do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What one sequence puts into a step."""
+
+    tree: PackedTree
+    num_provisional: int
+    draft_s: float
+    plain_s: float
+    """What a pass without drafts is expected to take."""
+
+
+class Engine:
+    """Decodes sequences, several tokens a pass where drafts are accepted.
+
+    Args:
+        runner: the target and its cache.
+        profile: measured T(N), which sizes every draft.
+        calibration: acceptance estimates, learned from every step.
+        commit: see `CommitPolicy`.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        profile: LatencyProfile,
+        calibration: Calibration,
+        commit: CommitPolicy,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner, self.profile, self.calibration = runner, profile, calibration
+        self.commit_policy, self._clock = commit, clock
+        self._curves: dict[int, list[float]] = {}
+
+    def start(self, request: Request, *, reuse: Region | None = None) -> DecodingSequence:
+        """Prefill a prompt.
+
+        Args:
+            request: what to decode.
+            reuse: a region that already holds keys and values of the prompt's first tokens; the sequence takes it.
+
+        Raises:
+            InputError: the prompt is empty.
+            CapacityError: the prompt leaves no room for a token; the region stays the caller's.
+        """
+        prompt_ids = request.prompt_ids
+        self.check_prompt(prompt_ids)
+        started_s = self._clock()
+        cache = self.runner.cache
+        region = reuse if reuse is not None else cache.allocate(min(len(prompt_ids) + MAX_ROWS, cache.shape.max_slots))
+        sequence = DecodingSequence(request, region, list(prompt_ids), started_s=started_s)
+        sequence.stats.num_prompt_tokens = len(prompt_ids)
+        self._prefill(sequence)
+        request.drafter.begin(prompt_ids)
+        sequence.stats.prefill_s = self._clock() - started_s
+        return sequence
+
+    def fork(self, sequence: DecodingSequence, request: Request) -> DecodingSequence:
+        """Return a sequence for another request with the same prompt, before `sequence` has taken a step."""
+        assert sequence.num_new_tokens == 0
+        assert list(request.prompt_ids) == sequence.token_ids
+        fork = DecodingSequence(
+            request, self.runner.cache.fork(sequence.region), list(request.prompt_ids), started_s=sequence.started_s
+        )
+        fork.stats.num_prompt_tokens = len(request.prompt_ids)
+        fork.stats.prefill_s = sequence.stats.prefill_s
+        request.drafter.begin(request.prompt_ids)
+        return fork
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raise where a prompt cannot be decoded.
+
+        Raises:
+            InputError: the prompt is empty, or holds an id that the model does not know.
+            CapacityError: the prompt leaves no room for a token.
+        """
+        if len(prompt_ids) == 0:
+            raise InputError("the prompt is empty: give at least one token")
+        limit = self.runner.context_tokens
+        if len(prompt_ids) >= limit:
+            raise CapacityError(f"the prompt has {len(prompt_ids)} tokens, the context holds {limit}: shorten it")
+        vocab_size = self.runner.model.config.vocab_size
+        unknown = next((token_id for token_id in prompt_ids if not 0 <= token_id < vocab_size), None)
+        if unknown is not None:
+            raise InputError(f"the prompt holds token id {unknown}, the model has ids below {vocab_size}: check it")
+
+    def step(self, sequences: Sequence[DecodingSequence]) -> list[list[Emission]]:
+        """Run one pass for each pool of these sequences; returns what each emitted, in order.
+
+        Raises:
+            NumericsError: the model's logits hold NaN, or no token is left to choose from.
+        """
+        started_s = self._clock()
+        drafts = {id(sequence): self._draft(sequence, len(sequences)) for sequence in sequences}
+        emissions: dict[int, list[Emission]] = {}
+        for group in self._groups(sequences):
+            self._pass(group, [drafts[id(sequence)] for sequence in group], emissions, started_s)
+        return [emissions[id(sequence)] for sequence in sequences]
+
+    def finish(self, sequence: DecodingSequence) -> None:
+        """Give back the sequence's slots."""
+        self.runner.cache.free(sequence.region)
+
+    def _prefill(self, sequence: DecodingSequence) -> None:
+        """Compute keys and values of all tokens but the last, which is the first pass's root."""
+        region, token_ids = sequence.region, sequence.token_ids
+        self.runner.cache.reserve(region, len(token_ids))
+        while region.length < len(token_ids) - 1:
+            chunk = token_ids[region.length : min(region.length + PREFILL_ROWS, len(token_ids) - 1)]
+            self.runner.prefill(Rows.chain(region, chunk))
+
+    # Propose and buy
+
+    def _draft(self, sequence: DecodingSequence, num_sequences: int) -> _Draft:
+        """Return the rows to verify: the root, tokens to compute again, and the drafts worth their time."""
+        started_s = self._clock()
+        curve = self._curve(sequence.region.length)
+        tree = _provisional_tree(sequence)
+        num_certain = len(tree)
+        plain_s = curve[num_certain - 1]
+        max_depth = self._max_depth(sequence)
+        if max_depth >= num_certain and len(curve) > num_certain and sequence.gate.is_open():
+            tree = self._grow(sequence, tree, max_depth, len(curve))
+            if len(tree) > num_certain:
+                draft_s = self._clock() - started_s
+                order = best_first(tree)
+                log_accept = [tree.log_accept[node] for node in order]
+                tree = prune(tree, buy(log_accept, curve, draft_s, num_certain).num_nodes)
+        elif max_depth < num_certain - 1:
+            tree = prune(tree, max_depth + 1)
+        draft_s = self._clock() - started_s
+        sequence.stats.draft_s += draft_s
+        return _Draft(pack(tree), min(num_certain, len(tree)) - 1, draft_s, plain_s)
+
+    def _grow(self, sequence: DecodingSequence, tree: TokenTree, max_depth: int, max_rows: int) -> TokenTree:
+        """Return the tree with the drafter's calibrated proposals below its accepted tokens."""
+        request, num_ahead = sequence.request, len(tree) - 1
+        proposal = Proposal(
+            root=sequence.token_ids[-1],
+            ahead=tuple(sequence.provisional[:num_ahead]),
+            max_nodes=max_rows - len(tree),
+            max_depth=max_depth - num_ahead,
+            seed=request.sampling_seed,
+        )
+        drafted = self.calibration.calibrate(request.drafter.propose(proposal))
+        return _graft(tree, drafted)
+
+    def _max_depth(self, sequence: DecodingSequence) -> int:
+        """Return how deep a node may lie: neither more tokens nor more positions than are left."""
+        left = sequence.request.max_new_tokens - sequence.num_new_tokens
+        positions_left = self.runner.context_tokens - len(sequence.token_ids)
+        return max(0, min(left - 1, positions_left))
+
+    def _curve(self, context: int) -> list[float]:
+        """Return T(N) near a context length for the row counts that a pass may have."""
+        bucket = context // 256
+        if bucket not in self._curves:
+            measured = self.profile.curve(bucket * 256)[:MAX_ROWS]
+            compiled = self.runner.compiled
+            if compiled is not None:
+                measured = [value for size, value in enumerate(measured, 1) if compiled.num_rows(size) is not None]
+            self._curves[bucket] = measured
+        return self._curves[bucket]
+
+    # Forward
+
+    def _groups(self, sequences: Sequence[DecodingSequence]) -> list[list[DecodingSequence]]:
+        """Return sequences that share a pass: regions side by side in one pool. A compiled pass takes one."""
+        cache = self.runner.cache
+        for sequence in sequences:
+            cache.reserve(sequence.region, sequence.region.length + MAX_ROWS)
+        if self.runner.compiled is not None:
+            return [[sequence] for sequence in sequences]
+        ordered = sorted(sequences, key=lambda sequence: (sequence.region.capacity, sequence.region.index))
+        runs = groupby(
+            enumerate(ordered), key=lambda item: (item[1].region.capacity, item[1].region.index - item[0])
+        )  # neighbours: index minus rank is constant
+        return [[sequence for _, sequence in run] for _, run in runs]
+
+    def _pass(
+        self,
+        group: list[DecodingSequence],
+        drafts: list[_Draft],
+        emissions: dict[int, list[Emission]],
+        started_s: float,
+    ) -> None:
+        rows = [
+            Rows(sequence.region, draft.tree.token_ids, draft.tree.depths, draft.tree.mask())
+            for sequence, draft in zip(group, drafts, strict=True)
+        ]
+        forward_started_s = self._clock()
+        output = self.runner.decode(rows)
+        forward_s = self._clock() - forward_started_s
+        for index, (sequence, draft) in enumerate(zip(group, drafts, strict=True)):
+            sequence.stats.forward_s += forward_s
+            emissions[id(sequence)] = self._settle(sequence, draft, output.logits[index], output.hidden[index])
+            self._record_time(sequence, draft, started_s, len(emissions[id(sequence)]))
+
+    # Verify, commit, emit
+
+    def _settle(self, sequence: DecodingSequence, draft: _Draft, logits: Tensor, hidden: Tensor) -> list[Emission]:
+        """Accept what the target would have chosen, commit its rows, and emit it token by token."""
+        context = sequence.token_ids
+        chooser = sequence.request.chooser
+
+        def choose(row: int, path: list[int]) -> int:
+            return chooser.choose(logits[row], context + path if path else context)
+
+        verdict = match(draft.tree, choose)
+        self._count(sequence, draft, verdict)
+        emitted = self._emit(sequence, draft, verdict, logits)
+        num_kept = len(emitted)
+        rows = [0, *verdict.accepted][:num_kept]
+        self.runner.cache.commit_rows(sequence.region, rows)
+        assert sequence.region.length == len(sequence.token_ids) - 1
+        self._observe(sequence, emitted, rows, logits, hidden)
+        return emitted
+
+    def _emit(self, sequence: DecodingSequence, draft: _Draft, verdict: Verdict, logits: Tensor) -> list[Emission]:
+        """Append the confirmed tokens one by one until something ends the sequence; keep the others as provisional."""
+        tree, request = draft.tree, sequence.request
+        path = [0, *verdict.accepted]  # row whose logits chose each token
+        tokens = [*(tree.token_ids[row] for row in verdict.accepted), verdict.last_token]
+        sources = [*(tree.sources[row] for row in verdict.accepted), TARGET]
+        num_confirmed = len(tokens)
+        if self.commit_policy == "canonical":
+            num_confirmed = sum(1 for index, row in enumerate(path) if row == index)
+        emitted: list[Emission] = []
+        for row, token_id, source in zip(path[:num_confirmed], tokens, sources, strict=False):
+            logprobs = None
+            if request.num_logprobs is not None:
+                logprobs = request.chooser.logprobs(logits[row], token_id, request.num_logprobs)
+            emitted.append(Emission(token_id, source or TARGET, logprobs))
+            self._append(sequence, token_id)
+            if sequence.is_finished:
+                break
+        sequence.provisional = tokens[num_confirmed:]
+        sequence.provisional_sources = sources[num_confirmed:]
+        return emitted
+
+    def _append(self, sequence: DecodingSequence, token_id: int) -> None:
+        request = sequence.request
+        sequence.token_ids.append(token_id)
+        sequence.stats.num_output_tokens += 1
+        # A stop is told before a limit: an output that ends by itself in its last token was not cut (sglang#31599).
+        if token_id in request.stop_ids or (request.should_stop is not None and request.should_stop(token_id)):
+            sequence.finish_reason = "stop"
+        elif sequence.num_new_tokens >= request.max_new_tokens:
+            sequence.finish_reason = "length"
+        elif len(sequence.token_ids) >= self.runner.context_tokens:
+            sequence.finish_reason = "context"
+
+    def _count(self, sequence: DecodingSequence, draft: _Draft, verdict: Verdict) -> None:
+        stats, tree = sequence.stats, draft.tree
+        first_drafted = 1 + draft.num_provisional
+        stats.num_passes += 1
+        stats.num_rows += len(tree)
+        stats.num_refed_rows += draft.num_provisional
+        stats.num_plain_passes += len(tree) == first_drafted
+        stats.drafted.update(tree.sources[first_drafted:])
+        stats.accepted.update(tree.sources[row] for row in verdict.accepted if row >= first_drafted)
+        self.calibration.update(tree, verdict.accepted, first_drafted)
+
+    def _observe(
+        self, sequence: DecodingSequence, emitted: list[Emission], rows: list[int], logits: Tensor, hidden: Tensor
+    ) -> None:
+        """Tell the drafter what was emitted, and compute only what it asked for."""
+        drafter = sequence.request.drafter
+        outcome = Outcome(
+            [emission.token_id for emission in emitted],
+            hidden=hidden[rows] if "hidden" in drafter.needs else None,
+            top_ids=_top_ids(logits[rows]) if "top_ids" in drafter.needs else None,
+        )
+        drafter.observe(outcome)
+
+    def _record_time(self, sequence: DecodingSequence, draft: _Draft, started_s: float, num_emitted: int) -> None:
+        now_s, stats = self._clock(), sequence.stats
+        if sequence.first_token_at_s is None:
+            sequence.first_token_at_s = now_s
+            stats.first_token_s = now_s - sequence.started_s
+            stats.num_first_tokens = num_emitted
+        stats.decode_s = now_s - sequence.first_token_at_s
+        stats.tokens_per_pass_counts[num_emitted] += 1
+        if len(draft.tree) > 1 + draft.num_provisional:
+            sequence.gate.record(num_emitted, now_s - started_s, draft.plain_s)
+
+
+def _provisional_tree(sequence: DecodingSequence) -> TokenTree:
+    """Return the chain that is certain: the root, and accepted tokens that must be computed again."""
+    tree = TokenTree.root(sequence.token_ids[-1])
+    for token_id, source in zip(sequence.provisional, sequence.provisional_sources, strict=True):
+        tree.add(len(tree) - 1, token_id, 0.0, source)
+    return tree
+
+
+def _graft(chain: TokenTree, drafted: TokenTree) -> TokenTree:
+    """Return the drafted tree hung below the last node of a chain."""
+    offset = len(chain) - 1
+    if offset == 0:
+        return drafted
+    return TokenTree(
+        chain.token_ids + drafted.token_ids[1:],
+        chain.parents + [parent + offset for parent in drafted.parents[1:]],
+        chain.log_accept + drafted.log_accept[1:],
+        chain.sources + drafted.sources[1:],
+    )
+
+
+@torch.inference_mode()
+def _top_ids(logits: Tensor) -> list[list[int]]:
+    """Return the 8 most likely ids of each row [A, V], best first."""
+    top: list[list[int]] = logits.float().topk(8).indices.tolist()  # [A, 8]
+    return top

@@ -1,0 +1,119 @@
+"""Lay sequences' trees out as the rows of one pass: ids, positions, slots and who sees whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretell.cache.kv_cache import BLOCK, Region
+from foretell.models.config import ModelConfig
+from foretell.models.decoder import RowBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows that one sequence puts into a pass; they are written right after its committed length."""
+
+    region: Region
+    token_ids: Sequence[int]
+    depths: Sequence[int]
+    """A row's position is the region's length plus this."""
+    mask: NDArray[np.bool_]
+    """[N, N]: row i sees row j. Every row sees itself and all committed slots."""
+
+    @classmethod
+    def chain(cls, region: Region, token_ids: Sequence[int]) -> Rows:
+        """Return rows that follow each other: a prefill chunk."""
+        size = len(token_ids)
+        return cls(region, token_ids, range(size), np.tril(np.ones((size, size), dtype=np.bool_)))
+
+
+class RowPacker:
+    """Builds row batches, reusing one mask buffer per shape."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._buffers: dict[tuple[int, ...], Tensor] = {}
+        self._queries_per_kv = config.num_heads // config.num_kv_heads
+
+    def pack(self, sequences: Sequence[Rows], num_rows: int) -> RowBatch:
+        """Return the batch of these sequences' rows, each padded to `num_rows`.
+
+        A padding row sees itself alone and is written beyond the real rows, where nothing is committed.
+
+        Args:
+            sequences: all of one pool, in the order of their regions.
+            num_rows: rows per sequence, N; at least the longest sequence's.
+        """
+        batch_size = len(sequences)
+        token_ids = np.zeros((batch_size, num_rows), dtype=np.int64)
+        positions = np.zeros((batch_size, num_rows), dtype=np.int64)
+        starts = np.array([rows.region.length for rows in sequences], dtype=np.int64)  # [B]
+        for index, rows in enumerate(sequences):
+            size = len(rows.token_ids)
+            token_ids[index, :size] = rows.token_ids
+            positions[index, :size] = rows.depths
+        positions += starts[:, None]
+        slots = starts[:, None] + np.arange(num_rows)  # [B, N]
+        num_slots = visible_slots(int(starts.max()) + num_rows)
+        bias = self._bias(sequences, num_rows, num_slots)  # [B, 1, N, S]
+        local_bias, first_local_slot = None, 0
+        window = self._config.sliding_window
+        if window is not None:
+            first_local_slot = max(0, int(starts.min()) - window + 1) // BLOCK * BLOCK
+            local_bias = self._fold(self._local(bias, positions, slots, starts, window)[..., first_local_slot:])
+        return RowBatch(
+            token_ids=torch.from_numpy(token_ids).to(self._device),
+            positions=torch.from_numpy(positions).to(self._device),
+            last_position=int(positions.max()),
+            slots=torch.from_numpy(slots).to(self._device),
+            bias=self._fold(bias),
+            local_bias=local_bias,
+            first_local_slot=first_local_slot,
+        )
+
+    def _bias(self, sequences: Sequence[Rows], num_rows: int, num_slots: int) -> Tensor:
+        key = (len(sequences), num_rows, num_slots)
+        if key not in self._buffers:
+            if len(self._buffers) > 16:
+                self._buffers.clear()
+            self._buffers[key] = torch.empty((len(sequences), 1, num_rows, num_slots), dtype=self._dtype)
+        bias = self._buffers[key].fill_(-torch.inf)  # [B, 1, N, S]
+        for index, rows in enumerate(sequences):
+            start, size = rows.region.length, len(rows.token_ids)
+            seen = bias[index, 0]  # [N, S]
+            seen[:size, :start] = 0
+            seen[:size, start : start + size].masked_fill_(torch.from_numpy(rows.mask), 0)
+            seen[size:, start + size : start + num_rows].fill_diagonal_(0)
+        return bias
+
+    def _local(
+        self,
+        bias: Tensor,
+        positions: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        window: int,
+    ) -> Tensor:
+        """Return the bias with everything hidden that lies `window` or more positions back."""
+        num_sequences, num_slots = len(starts), bias.shape[-1]
+        slot_positions = np.broadcast_to(np.arange(num_slots), (num_sequences, num_slots)).copy()  # [B, S]
+        np.put_along_axis(slot_positions, slots, positions, axis=1)
+        is_outside = positions[:, :, None] - slot_positions[:, None, :] >= window  # [B, N, S]
+        return bias.masked_fill(torch.from_numpy(is_outside)[:, None], -torch.inf)
+
+    def _fold(self, bias: Tensor) -> Tensor:
+        """Repeat [B, 1, N, S] for the query heads of one key/value head: [B, 1, H / G * N, S]."""
+        num_sequences, _, num_rows, num_slots = bias.shape
+        folded = bias.expand(num_sequences, self._queries_per_kv, num_rows, num_slots)  # [B, H/G, N, S]
+        return folded.reshape(num_sequences, 1, -1, num_slots).to(self._device)
+
+
+def visible_slots(num_slots: int) -> int:
+    """Return how many slots a pass reads when the last of its rows lies in slot `num_slots - 1`."""
+    return -(-num_slots // BLOCK) * BLOCK

@@ -1,0 +1,107 @@
+"""Run the target over rows: which padding, which slots, eager or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretell.cache.kv_cache import CacheShape, KVCache
+from foretell.engine.rows import RowPacker, Rows
+from foretell.models.decoder import Model, RowBatch
+from foretell.models.layers import padded_rows
+
+MAX_ROWS = 64
+"""Most rows of one sequence in a decode pass; the cache keeps room for them beyond the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """What a pass computed for the real rows of its sequences."""
+
+    hidden: Tensor
+    """[B, N, E] final hidden states, padding included."""
+    logits: Tensor
+    """[B, N, V], padding included."""
+
+
+class CompiledPass(Protocol):
+    """A pass compiled for fixed numbers of rows."""
+
+    def num_rows(self, num_rows: int) -> int | None:
+        """Return the smallest compiled bucket that holds `num_rows`, None where there is none."""
+
+    def __call__(self, batch: RowBatch, keys_values: Tensor) -> PassOutput:
+        """Run a batch whose rows fill a bucket."""
+
+
+class Runner:
+    """The target, its cache, and how a pass is run.
+
+    Args:
+        model: the target.
+        context_tokens: positions that a sequence may have.
+        compiled: passes compiled for a few row counts; without them every pass is eager.
+    """
+
+    def __init__(self, model: Model, context_tokens: int, compiled: CompiledPass | None = None) -> None:
+        self.model, self.context_tokens, self.compiled = model, context_tokens, compiled
+        config = model.config
+        self.cache = KVCache(
+            CacheShape(
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                max_slots=context_tokens + MAX_ROWS,
+                dtype=model.dtype,
+                device=model.device,
+            )
+        )
+        self._packer = RowPacker(config, model.dtype, model.device)
+        self._queries_per_kv = config.num_heads // config.num_kv_heads
+
+    def padded(self, num_rows: int, num_sequences: int = 1) -> int:
+        """Return how many rows per sequence a decode pass of `num_rows` really computes."""
+        if self.compiled is not None:
+            bucket = self.compiled.num_rows(num_rows)
+            assert bucket is not None, "the budget stays within the compiled buckets"
+            return bucket
+        model = self.model
+        return padded_rows(num_rows, num_sequences, self._queries_per_kv, model.dtype, model.device)
+
+    @torch.inference_mode()
+    def decode(self, sequences: Sequence[Rows]) -> PassOutput:
+        """Run one pass over the rows of sequences whose regions lie side by side in one pool.
+
+        A compiled pass takes one sequence. Slots for the rows must be reserved: see `room`.
+        """
+        num_rows = self.padded(max(len(rows.token_ids) for rows in sequences), len(sequences))
+        batch = self._packer.pack(sequences, num_rows)
+        keys_values = self._keys_values(sequences, batch)
+        if self.compiled is not None:
+            assert len(sequences) == 1
+            return self.compiled(batch, keys_values)
+        hidden = self.model.forward(batch, keys_values)  # [B * N, E]
+        logits = self.model.logits(hidden)  # [B * N, V]
+        size = len(sequences)
+        return PassOutput(hidden.view(size, num_rows, -1), logits.view(size, num_rows, -1))
+
+    @torch.inference_mode()
+    def prefill(self, rows: Rows) -> Tensor:
+        """Write a chunk's keys and values and commit them; returns its hidden states [N, E], no logits are computed."""
+        size = len(rows.token_ids)
+        batch = self._packer.pack([rows], size)
+        hidden = self.model.forward(batch, self._keys_values([rows], batch))  # [N, E]
+        self.cache.commit(rows.region, size)
+        return hidden
+
+    def _keys_values(self, sequences: Sequence[Rows], batch: RowBatch) -> Tensor:
+        pool = sequences[0].region.pool
+        first = sequences[0].region.index
+        assert all(rows.region.pool is pool for rows in sequences)
+        assert [rows.region.index for rows in sequences] == list(range(first, first + len(sequences)))
+        num_slots = batch.bias.shape[-1]
+        return pool.tensor[:, first : first + len(sequences), :, :num_slots]  # [L, B, 2 * G, S, D]

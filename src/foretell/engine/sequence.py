@@ -1,0 +1,83 @@
+"""One sequence being decoded: what was asked, what was emitted, what must be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from foretell.cache.kv_cache import Region
+from foretell.drafters.drafter import Drafter
+from foretell.hardware.budget import DraftGate
+from foretell.result import FinishReason, Stats, TokenLogprobs
+
+TARGET = "target"
+"""Source of a token that no drafter proposed."""
+
+
+class Chooser(Protocol):
+    """Chooses the target's next token; the same for the same context, whoever asks and how often."""
+
+    def choose(self, logits: Tensor, context_ids: Sequence[int]) -> int:
+        """Return the token that follows `context_ids`, given logits [V]."""
+
+    def logprobs(self, logits: Tensor, token_id: int, top: int) -> TokenLogprobs:
+        """Return log-probabilities of the raw logits [V]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the engine needs to know to decode one sequence. Token ids only, no text."""
+
+    prompt_ids: Sequence[int]
+    chooser: Chooser
+    drafter: Drafter
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    """Ids that end the sequence and are emitted last."""
+    should_stop: Callable[[int], bool] | None = None
+    """Called once for every emitted token, in order; True ends the sequence with that token."""
+    num_logprobs: int | None = None
+    sampling_seed: int | None = None
+    """Key of the noise, for drafters that couple to it; None when greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """One token that a step emitted."""
+
+    token_id: int
+    source: str
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(eq=False, slots=True)
+class DecodingSequence:
+    """State of one request; the engine's step is its only writer.
+
+    Invariant between steps: the region holds keys and values of `token_ids[:-1]`, in slots equal to their positions.
+    """
+
+    request: Request
+    region: Region
+    token_ids: list[int]
+    stats: Stats = field(default_factory=Stats)
+    provisional: list[int] = field(default_factory=list)
+    """Tokens accepted through rows outside the first chain: the next pass's chain starts with them."""
+    provisional_sources: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    started_s: float = 0.0
+    first_token_at_s: float | None = None
+    gate: DraftGate = field(default_factory=DraftGate)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will be emitted."""
+        return self.finish_reason is not None

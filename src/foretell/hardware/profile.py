@@ -1,0 +1,99 @@
+"""T(N): the seconds that a pass of N rows takes, measured on this machine."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretell.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyProfile:
+    """Measured pass latencies of one model on one machine, and what else a tuning found.
+
+    Source: hardware-aware sizing as in Sequoia, arXiv:2402.12374, and parallel prompt decoding, arXiv:2405.18628.
+    """
+
+    key: dict[str, str]
+    """What the numbers hold for: model, dtype, device, threads, compile mode, versions."""
+    contexts: tuple[int, ...]
+    """Context lengths at which passes were measured, ascending."""
+    num_rows: tuple[int, ...]
+    """Row counts that were measured, ascending."""
+    pass_s: tuple[tuple[float, ...], ...]
+    """Seconds of a pass, head and mask included, by context and row count."""
+    is_bit_exact: bool | None = None
+    """Whether chain rows gave the same logits as plain rows, bit for bit; None when not tested."""
+    largest_gap: float = 0.0
+    """Largest difference between logits of chain rows and plain rows."""
+    calibration: dict[str, Any] = field(default_factory=dict)
+    """State of the acceptance estimates."""
+
+    def __post_init__(self) -> None:
+        if not self.contexts or not self.num_rows or list(self.num_rows) != sorted(set(self.num_rows)):
+            raise ConfigError("a latency profile needs ascending row counts and a context: run `foretell tune` again")
+        if len(self.pass_s) != len(self.contexts) or any(len(row) != len(self.num_rows) for row in self.pass_s):
+            raise ConfigError("a latency profile's table has the wrong shape: run `foretell tune` again")
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of one pass."""
+        return self.num_rows[-1]
+
+    def seconds(self, num_rows: int, context: int) -> float:
+        """Return T(N) at a context length: that of the next measured row count, linear between contexts."""
+        column = min(bisect_left(self.num_rows, num_rows), len(self.num_rows) - 1)
+        upper = bisect_left(self.contexts, context)
+        if upper == 0:
+            return self.pass_s[0][column]
+        if upper == len(self.contexts):
+            return self.pass_s[-1][column]
+        low, high = self.contexts[upper - 1], self.contexts[upper]
+        weight = (context - low) / (high - low)
+        return (1 - weight) * self.pass_s[upper - 1][column] + weight * self.pass_s[upper][column]
+
+    def curve(self, context: int) -> list[float]:
+        """Return T(1), T(2), … T(max_rows) at a context length."""
+        return [self.seconds(num_rows, context) for num_rows in range(1, self.max_rows + 1)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as a JSON object."""
+        return {
+            "key": self.key,
+            "contexts": list(self.contexts),
+            "num_rows": list(self.num_rows),
+            "pass_s": [list(row) for row in self.pass_s],
+            "is_bit_exact": self.is_bit_exact,
+            "largest_gap": self.largest_gap,
+            "calibration": self.calibration,
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> LatencyProfile:
+        """Return the profile that `to_json` wrote.
+
+        Raises:
+            ConfigError: a field is missing or of the wrong type.
+        """
+        try:
+            return cls(
+                key=dict(document["key"]),
+                contexts=tuple(int(context) for context in document["contexts"]),
+                num_rows=tuple(int(size) for size in document["num_rows"]),
+                pass_s=tuple(tuple(float(value) for value in row) for row in document["pass_s"]),
+                is_bit_exact=document["is_bit_exact"],
+                largest_gap=float(document["largest_gap"]),
+                calibration=dict(document["calibration"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"a latency profile is damaged ({error!r}): run `foretell tune` again") from None
+
+
+def assumed_profile(max_rows: int) -> LatencyProfile:
+    """Return the curve to start with where nothing was measured: flat to 6 rows, then 4 % a row."""
+    counts: Sequence[int] = [size for size in (1, 6, 8, 12, 16, 24, 32, 48, 64) if size <= max_rows]
+    seconds = tuple(0.02 * (1 + 0.04 * max(0, size - 6)) for size in counts)
+    return LatencyProfile(key={"model": "assumed"}, contexts=(256,), num_rows=tuple(counts), pass_s=(seconds,))

@@ -1,0 +1,398 @@
+"""Text in, text out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from foretell.cache.kv_cache import Region
+from foretell.drafters.calibration import Calibration
+from foretell.drafters.catalog import make_drafter
+from foretell.engine.engine import Engine
+from foretell.engine.measure import quick_profile
+from foretell.engine.runner import Runner
+from foretell.engine.sequence import DecodingSequence, Request
+from foretell.errors import ConfigError, InputError
+from foretell.hardware.profile import LatencyProfile
+from foretell.hardware.store import ProfileStore, profile_key
+from foretell.models.config import ModelConfig, read_generation_config
+from foretell.models.files import cache_home, resolve
+from foretell.models.load import choose_device, choose_dtype, load_model
+from foretell.output import OutputText
+from foretell.params import SamplingParams
+from foretell.result import Chunk, Completion
+from foretell.text.tokenizer import Message, Tokenizer
+from foretell.verify.choose import TokenChooser
+
+MAX_BATCH = 32
+"""Sequences that are decoded at once."""
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One sample: its sequence, its text, and what was released of it."""
+
+    sequence: DecodingSequence
+    output: OutputText
+    seed: int | None
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class LLM:
+    """A model that answers several tokens at a time, and says what it would have said one by one.
+
+    Args:
+        model: Hugging Face id, folder, `.gguf` file, or None for the default model.
+        dtype: "auto" is bfloat16 where the machine computes in it, else float32.
+        device: "auto", "cpu" or "cuda".
+        threads: CPU threads of a pass; None leaves torch's choice.
+        compile: run passes that were compiled once for a few row counts; needs a C++ compiler the first time.
+        drafter: who proposes, unless a request says otherwise; see `foretell.drafters.catalog`.
+        context_tokens: longest sequence; None is the model's own limit.
+        corpus: UTF-8 text that the suffix drafter may quote.
+
+    Raises:
+        ModelError: the model cannot be found, read, or is of a kind that is refused.
+        ConfigError: an argument is wrong.
+        CompileError: `compile` cannot work here.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        compile: bool = False,  # noqa: A002  # the word that torch and transformers use
+        drafter: str = "all",
+        context_tokens: int | None = None,
+        corpus: Path | None = None,
+    ) -> None:
+        _set_threads(threads)
+        torch_device = choose_device(device)
+        torch_dtype = choose_dtype(dtype, torch_device)
+        make_drafter(drafter, eos_ids=frozenset(), corpus=())  # an unknown name is told before anything is loaded
+        files = resolve(model)
+        self.tokenizer = Tokenizer.load(files.folder)
+        model_ = load_model(files.folder, dtype=torch_dtype, device=torch_device)
+        self.config: ModelConfig = model_.config
+        self.generation_defaults = _generation_defaults(read_generation_config(files.folder))
+        self.drafter = drafter
+        self._source = files.source
+        self._corpus = _read_corpus(corpus, self.tokenizer)
+        compiled = None
+        if compile:
+            from foretell.engine.compiled import load_compiled
+
+            compiled = load_compiled(model_, files, cache_home() / "compiled")
+        runner = Runner(model_, _context_tokens(context_tokens, self.config.max_positions), compiled)
+        self.profile_store = ProfileStore(cache_home() / "profiles")
+        self.profile_key = profile_key(files, model_, is_compiled=compile)
+        profile = self.profile_store.load(self.profile_key) or quick_profile(runner, self.profile_key)
+        is_exact = torch_dtype == torch.bfloat16 and torch_device.type == "cpu"
+        self.engine = Engine(
+            runner, profile, Calibration.from_json(profile.calibration), "canonical" if is_exact else "copy"
+        )
+
+    @property
+    def profile(self) -> LatencyProfile:
+        """The measured T(N) that sizes drafts."""
+        return self.engine.profile
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The effective settings."""
+        runner = self.engine.runner
+        return {
+            "model": self._source,
+            "dtype": str(runner.model.dtype).removeprefix("torch."),
+            "device": str(runner.model.device),
+            "threads": torch.get_num_threads(),
+            "compile": runner.compiled is not None,
+            "drafter": self.drafter,
+            "context_tokens": runner.context_tokens,
+            "commit": self.engine.commit_policy,
+            "profile": "tuned" if self.profile.is_bit_exact is not None else "quick measurement",
+        }
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, drafter: str | None = None
+    ) -> list[Completion]:
+        """Continue prompts as they are, several at once; the `n` samples of a prompt follow each other.
+
+        Args:
+            prompts: a text or its token ids, or several of them.
+            sampling: how to choose tokens; greedy where None.
+            drafter: who proposes, in place of the LLM's own.
+
+        Raises:
+            InputError: a prompt is empty.
+            CapacityError: a prompt does not fit the context.
+            ConfigError: a parameter names an id beyond the vocabulary, or the drafter is unknown.
+        """
+        sampling = sampling or SamplingParams()
+        waiting = [self._encode(prompt) for prompt in _as_list(prompts)]
+        for prompt_ids in waiting:
+            self.engine.check_prompt(prompt_ids)
+        finished: dict[tuple[int, int], Completion] = {}
+        active: dict[_Job, tuple[int, int]] = {}
+        next_prompt = 0
+        try:
+            while active or next_prompt < len(waiting):
+                while next_prompt < len(waiting) and (not active or len(active) + sampling.n <= MAX_BATCH):
+                    for sample, job in enumerate(self._start_samples(waiting[next_prompt], sampling, drafter)):
+                        active[job] = (next_prompt, sample)
+                    next_prompt += 1
+                for job in self._step(list(active)):
+                    finished[active.pop(job)] = self._complete(job)
+        finally:
+            for job in active:
+                self.engine.finish(job.sequence)
+        return [finished[key] for key in sorted(finished)]
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, drafter: str | None = None
+    ) -> Iterator[Chunk]:
+        """Continue a prompt as it is, yielding every token as soon as it is certain; the last chunk has the result.
+
+        Raises:
+            ConfigError: `sampling.n` is above 1; and what `generate` raises.
+        """
+        return self._stream(self._encode(prompt), sampling or SamplingParams(), drafter, None)
+
+    def chat(
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, drafter: str | None = None
+    ) -> Completion:
+        """Answer a conversation through the model's chat template; of several samples the first is returned.
+
+        Raises:
+            InputError: the model has no chat template, or a message is malformed.
+        """
+        return self.generate(self.tokenizer.encode_chat(messages), sampling, drafter=drafter)[0]
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, drafter: str | None = None
+    ) -> Iterator[Chunk]:
+        """Answer a conversation, yielding every token as soon as it is certain; raises as `chat` and `stream` do."""
+        return self.stream(self.tokenizer.encode_chat(messages), sampling, drafter=drafter)
+
+    def conversation(self) -> Conversation:
+        """Return a conversation that keeps its keys and values between turns."""
+        return Conversation(self)
+
+    # One request
+
+    def _stream(
+        self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None, kept: _Kept | None
+    ) -> Iterator[Chunk]:
+        if sampling.n > 1:
+            raise ConfigError(f"`n`={sampling.n} cannot be streamed: use `generate`")
+        self.engine.check_prompt(prompt_ids)
+        return self._stream_job(prompt_ids, sampling, drafter, kept)
+
+    def _stream_job(
+        self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None, kept: _Kept | None
+    ) -> Iterator[Chunk]:
+        reuse = kept.take(prompt_ids) if kept is not None else None
+        (job,) = self._start_samples(prompt_ids, sampling, drafter, reuse)
+        try:
+            num_shown = 0
+            while not job.sequence.is_finished:
+                self._step([job])
+                last = len(job.chunks) - (1 if job.sequence.is_finished else 0)
+                yield from job.chunks[num_shown:last]
+                num_shown = last
+            completion = self._complete(job, is_kept=True)
+            final = job.chunks[-1] if num_shown < len(job.chunks) else Chunk(job.sequence.token_ids[-1], "", "target")
+            final.completion = completion
+            yield final
+        finally:
+            if kept is not None:
+                kept.keep(job.sequence)
+            else:
+                self.engine.finish(job.sequence)
+
+    def _start_samples(
+        self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None, reuse: Region | None = None
+    ) -> list[_Job]:
+        seed = sampling.seed
+        if seed is None and not sampling.is_greedy:
+            seed = secrets.randbelow(2**31)
+        jobs: list[_Job] = []
+        for sample in range(sampling.n):
+            output = OutputText(self.tokenizer, sampling.stop)
+            request = self._request(prompt_ids, sampling, drafter, output, seed, sample)
+            if jobs:
+                sequence = self.engine.fork(jobs[0].sequence, request)
+            else:
+                sequence = self.engine.start(request, reuse=reuse)
+            jobs.append(_Job(sequence, output, None if sampling.is_greedy else seed))
+        return jobs
+
+    def _request(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        drafter: str | None,
+        output: OutputText,
+        seed: int | None,
+        sample: int,
+    ) -> Request:
+        eos_ids = frozenset(self.config.eos_ids)
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
+        chooser = TokenChooser(
+            sampling,
+            num_prompt_tokens=len(prompt_ids),
+            eos_ids=eos_ids,
+            seed=seed,
+            sequence_key=sample,
+            vocab_size=self.config.vocab_size,
+        )
+        return Request(
+            prompt_ids=prompt_ids,
+            chooser=chooser,
+            drafter=make_drafter(drafter or self.drafter, eos_ids=stop_ids, corpus=self._corpus),
+            max_new_tokens=sampling.max_new_tokens,
+            stop_ids=stop_ids,
+            should_stop=output.push,
+            num_logprobs=sampling.logprobs,
+            sampling_seed=None if sampling.is_greedy else seed,
+        )
+
+    def _step(self, jobs: list[_Job]) -> list[_Job]:
+        """Run one step; returns the jobs that ended in it."""
+        emissions = self.engine.step([job.sequence for job in jobs])
+        for job, emitted in zip(jobs, emissions, strict=True):
+            job.chunks.extend(job.output.release(emitted, is_last=job.sequence.is_finished))
+        return [job for job in jobs if job.sequence.is_finished]
+
+    def _complete(self, job: _Job, *, is_kept: bool = False) -> Completion:
+        sequence, chunks = job.sequence, job.chunks
+        if not is_kept:
+            self.engine.finish(sequence)
+        assert sequence.finish_reason is not None
+        has_logprobs = sequence.request.num_logprobs is not None
+        return Completion(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=[chunk.token_id for chunk in chunks],
+            finish_reason=sequence.finish_reason,
+            sources=[chunk.source for chunk in chunks],
+            stats=sequence.stats,
+            seed=job.seed,
+            logprobs=[chunk.logprobs for chunk in chunks if chunk.logprobs is not None] if has_logprobs else None,
+            prompt_token_ids=list(sequence.request.prompt_ids),
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token_id) for token_id in prompt]
+        if not prompt:
+            raise InputError("the prompt is empty: give at least one character")
+        return self.tokenizer.encode(prompt)
+
+
+class _Kept:
+    """Keys and values of a conversation so far."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._region: Region | None = None
+        self._token_ids: list[int] = []
+
+    def take(self, prompt_ids: Sequence[int]) -> Region | None:
+        """Return the kept region cut to what it shares with a prompt; the prompt's last token is always computed."""
+        region, self._region = self._region, None
+        if region is None:
+            return None
+        num_shared = 0
+        for kept, wanted in zip(self._token_ids[: region.length], prompt_ids[:-1], strict=False):
+            if kept != wanted:
+                break
+            num_shared += 1
+        self._engine.runner.cache.truncate(region, num_shared)
+        return region
+
+    def keep(self, sequence: DecodingSequence) -> None:
+        """Keep a sequence's slots for the next turn."""
+        self._region, self._token_ids = sequence.region, sequence.token_ids
+
+    def close(self) -> None:
+        """Give the slots back."""
+        if self._region is not None:
+            self._engine.runner.cache.free(self._region)
+            self._region = None
+
+
+class Conversation:
+    """Turns that share a prefix compute it once: keys and values stay in the cache between them."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._kept = _Kept(llm.engine)
+
+    def stream(
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, drafter: str | None = None
+    ) -> Iterator[Chunk]:
+        """Answer the conversation so far; raises as `LLM.stream_chat` does. One answer at a time."""
+        prompt_ids = self._llm.tokenizer.encode_chat(messages)
+        return self._llm._stream(prompt_ids, sampling or SamplingParams(), drafter, self._kept)
+
+    def close(self) -> None:
+        """Give back the conversation's slots."""
+        self._kept.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) > 0 and not isinstance(prompts[0], int):
+        return list(cast("Sequence[Prompt]", prompts))
+    return [cast("Sequence[int]", prompts)]
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise ConfigError(f"`threads` must be at least 1, got {threads}")
+    torch.set_num_threads(threads)
+
+
+def _context_tokens(asked: int | None, limit: int) -> int:
+    if asked is None:
+        return limit
+    if not 2 <= asked <= limit:
+        raise ConfigError(f"`context_tokens` must be in [2, {limit}], the model's own limit, got {asked}")
+    return asked
+
+
+def _read_corpus(path: Path | None, tokenizer: Tokenizer) -> Sequence[Sequence[int]]:
+    if path is None:
+        return ()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"corpus {path} is not UTF-8 text: convert it first") from None
+    except OSError as error:
+        raise InputError(f"corpus {path} cannot be read: {error.strerror}") from None
+    return [tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _generation_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters that `generation_config.json` sets, as keyword arguments of `SamplingParams`."""
+    if not raw.get("do_sample", False):
+        names: tuple[str, ...] = ("repetition_penalty", "no_repeat_ngram_size")
+    else:
+        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
+    found = {name: raw[name] for name in names if raw.get(name) is not None}
+    if raw.get("do_sample", False):
+        found.setdefault("temperature", 1.0)
+    return found

@@ -1,0 +1,76 @@
+"""What every lean decoder is: rows in, final hidden states out, keys and values written to their slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretell.models.config import ModelConfig
+from foretell.models.layers import attend
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """The rows of one pass: N of each of B sequences, padding included."""
+
+    token_ids: Tensor
+    """int64 [B, N]."""
+    positions: Tensor
+    """int64 [B, N]; a row's distance from the start of its sequence, not its slot."""
+    last_position: int
+    """None of `positions` is above this; known on the host, so that no device is asked."""
+    slots: Tensor
+    """int64 [B, N]; where each row's keys and values are written."""
+    bias: Tensor
+    """[B, 1, H / G * N, S] in the model's dtype: 0 where a row sees a slot, -inf elsewhere."""
+    local_bias: Tensor | None = None
+    """[B, 1, H / G * N, S - first_local_slot]: the same for sliding layers, None where the model has none."""
+    first_local_slot: int = 0
+    """First slot that sliding layers read, a multiple of the attention block."""
+    embeddings: Tensor | None = None
+    """[B, N, E]: input embeddings in place of those of `token_ids`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows per sequence, N."""
+        return self.token_ids.shape[1]
+
+
+class Model(Protocol):
+    """What the engine needs of a target or a draft model."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, batch: RowBatch, keys_values: Tensor) -> Tensor:
+        """Return the final hidden states [B * N, E]; `keys_values` [L, B, 2 * G, S, D] takes the rows' own."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [M, V] of hidden states [M, E]."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of resident weights."""
+
+
+def write_rows(keys_values: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows [B * N, 2 * G, D] into slots [B, N] of one layer's keys and values [B, 2 * G, S, D]."""
+    num_sequences, num_rows = slots.shape
+    if num_sequences == 1:
+        keys_values[0].index_copy_(1, slots[0], rows.transpose(0, 1))
+        return
+    sequences = torch.arange(num_sequences, device=slots.device)[:, None]  # [B, 1]
+    rows = rows.view(num_sequences, num_rows, *rows.shape[1:])  # [B, N, 2 * G, D]
+    keys_values.transpose(1, 2).index_put_((sequences, slots), rows)
+
+
+def attend_layer(queries: Tensor, keys_values: Tensor, batch: RowBatch, *, is_sliding: bool, scale: float) -> Tensor:
+    """Attend [B * N, H, D] over one layer's slots [B, 2 * G, S, D]; a sliding layer skips blocks outside its window."""
+    if not is_sliding:
+        return attend(queries, keys_values, batch.bias, scale)
+    assert batch.local_bias is not None
+    return attend(queries, keys_values[:, :, batch.first_local_slot :], batch.local_bias, scale)

@@ -1,0 +1,125 @@
+"""Llama and its relatives: SmolLM2, Llama 2 and 3; Mistral, Qwen 2 and Qwen 3 differ by what their weights hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretell.models.config import ModelConfig
+from foretell.models.decoder import RowBatch, attend_layer, write_rows
+from foretell.models.layers import PackedLinear, RopeAngles, rms_norm, rotate
+from foretell.models.weights import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaLayer:
+    """Weights of one layer; queries, keys and values are one matrix, and so are gate and up."""
+
+    attention_norm: Tensor  # [E]
+    qkv: PackedLinear  # [E] -> [(H + 2 * G) * D]
+    query_norm: Tensor | None  # [D], Qwen 3
+    key_norm: Tensor | None  # [D], Qwen 3
+    output: PackedLinear  # [H * D] -> [E]
+    mlp_norm: Tensor  # [E]
+    gate_up: PackedLinear  # [E] -> [2 * F]
+    down: PackedLinear  # [F] -> [E]
+    is_sliding: bool
+
+
+class Llama:
+    """A decoder of the Llama family.
+
+    Args:
+        config: the model's dimensions.
+        reader: where the weights come from; each layer is packed and released before the next is read.
+        dtype: bfloat16 or float32 (float64 in tests).
+        device: where the weights go.
+
+    Raises:
+        ModelError: a weight is missing or has another shape.
+    """
+
+    def __init__(self, config: ModelConfig, reader: WeightReader, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self._scale = config.head_dim**-0.5
+        self._rope = RopeAngles(
+            config.head_dim, config.rope_theta, config.rope_scaling, config.max_positions, dtype, device
+        )
+        self.layers = [self._read_layer(reader, index) for index in range(config.num_layers)]
+        self.norm = self._read(reader, "model.norm.weight")  # [E]
+        head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+        self.head = PackedLinear(self._read(reader, head))  # [E] -> [V]
+        self.embedding = reader.get_mapped("model.embed_tokens.weight").to(device)  # [V, E]
+        reader.release()
+
+    def forward(self, batch: RowBatch, keys_values: Tensor) -> Tensor:
+        """Return the final hidden states [B * N, E]; `keys_values` [L, B, 2 * G, S, D] takes the rows' own."""
+        hidden = self._embed(batch)  # [B * N, E]
+        rope = self._rope(batch.positions, batch.last_position)  # [B * N, 2, D]
+        for layer, layer_keys_values in zip(self.layers, keys_values.unbind(0), strict=True):
+            hidden = hidden + self._attention(
+                layer, rms_norm(hidden, layer.attention_norm, self.config.norm_eps), rope, batch, layer_keys_values
+            )
+            hidden = hidden + self._mlp(layer, rms_norm(hidden, layer.mlp_norm, self.config.norm_eps))
+        return rms_norm(hidden, self.norm, self.config.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [M, V] of final hidden states [M, E]."""
+        return self.head(hidden)
+
+    def _embed(self, batch: RowBatch) -> Tensor:
+        if batch.embeddings is not None:
+            return batch.embeddings.reshape(-1, self.config.hidden_size)  # [B * N, E]
+        return self.embedding[batch.token_ids.view(-1)].to(self.dtype)  # [B * N, E]
+
+    def _attention(
+        self, layer: LlamaLayer, hidden: Tensor, rope: Tensor, batch: RowBatch, keys_values: Tensor
+    ) -> Tensor:
+        config = self.config
+        heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)  # [B * N, H + 2 * G, D]
+        queries_keys, values = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), 1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = queries_keys.split((config.num_heads, config.num_kv_heads), 1)
+            queries = rms_norm(queries, layer.query_norm, config.norm_eps)
+            keys = rms_norm(keys, layer.key_norm, config.norm_eps)
+            queries_keys = torch.cat((queries, keys), 1)  # [B * N, H + G, D]
+        queries, keys = rotate(queries_keys, rope).split((config.num_heads, config.num_kv_heads), 1)
+        write_rows(keys_values, batch.slots, torch.cat((keys, values), 1))
+        mixed = attend_layer(queries, keys_values, batch, is_sliding=layer.is_sliding, scale=self._scale)
+        return layer.output(mixed)  # [B * N, E]
+
+    def _mlp(self, layer: LlamaLayer, hidden: Tensor) -> Tensor:
+        gate, up = layer.gate_up(hidden).chunk(2, -1)  # [B * N, F] each
+        return layer.down(F.silu(gate).mul_(up))  # [B * N, E]
+
+    def _read(self, reader: WeightReader, name: str) -> Tensor:
+        return reader.get(name).to(self.device, self.dtype)
+
+    def _read_layer(self, reader: WeightReader, index: int) -> LlamaLayer:
+        prefix = f"model.layers.{index}."
+
+        def read(name: str) -> Tensor:
+            return self._read(reader, prefix + name)
+
+        def fused(*names: str) -> PackedLinear:
+            weight = torch.cat([read(name + ".weight") for name in names])
+            has_bias = reader.has(prefix + names[0] + ".bias")
+            return PackedLinear(weight, torch.cat([read(name + ".bias") for name in names]) if has_bias else None)
+
+        has_norms = reader.has(prefix + "self_attn.q_norm.weight")
+        layer = LlamaLayer(
+            attention_norm=read("input_layernorm.weight").clone(),
+            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            query_norm=read("self_attn.q_norm.weight").clone() if has_norms else None,
+            key_norm=read("self_attn.k_norm.weight").clone() if has_norms else None,
+            output=fused("self_attn.o_proj"),
+            mlp_norm=read("post_attention_layernorm.weight").clone(),
+            gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
+            down=fused("mlp.down_proj"),
+            is_sliding=self.config.layer_types[index] == "sliding_attention",
+        )
+        reader.release()
+        return layer

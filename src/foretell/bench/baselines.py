@@ -113,7 +113,8 @@ class TransformersModel:
         if threads is not None:
             torch.set_num_threads(threads)
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+        loader: Any = AutoModelForCausalLM  # its stated types differ from what it takes
+        model: Any = loader.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return cls(model=model.to(device).eval(), tokenizer=tokenizer)
 
@@ -159,6 +160,7 @@ class TransformersArm:
     def _arguments(self, sampling: SamplingParams) -> dict[str, Any]:
         from transformers import GenerationConfig, LogitsProcessorList
 
+        make_config: Any = GenerationConfig
         eos_ids = _as_list(self.loaded.model.generation_config.eos_token_id)
         # transformers fills in the model's EOS for None: an id past the vocabulary is how to have none.
         end_ids = [self.loaded.model.config.vocab_size] if sampling.ignore_eos else eos_ids
@@ -179,7 +181,7 @@ class TransformersArm:
             for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
                 options[name] = getattr(sampling, name)
         return {
-            "generation_config": GenerationConfig(**options),
+            "generation_config": make_config(**options),
             "logits_processor": LogitsProcessorList(list(sampling.logits_processors)),
             "tokenizer": self.loaded.tokenizer,
         }

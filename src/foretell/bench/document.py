@@ -59,7 +59,7 @@ def table_rows(report: BenchReport, category: str = ALL_CATEGORIES) -> list[tupl
             f"{result.ttft_s * 1e3:.0f} ms",
             _number(result.tokens_per_pass),
             _number(result.acceptance_rate),
-            _number(result.identical),
+            _share(result.identical),
             _memory(result.peak_rss_bytes),
         )
         for result in (report.result(name, category) for name in report.names)
@@ -72,7 +72,8 @@ def category_rows(report: BenchReport) -> list[tuple[str, ...]]:
     for category in [*report.categories, ALL_CATEGORIES]:
         results = [report.result(name, category) for name in report.names]
         speedups = [f"{result.speedup_vs_plain:.2f}" for result in results]
-        rows.append((category, str(results[0].num_prompts), *speedups, f"± {results[0].noise:.2f}"))
+        name = "total" if category == ALL_CATEGORIES else category
+        rows.append((name, str(results[0].num_prompts), *speedups, f"± {results[0].noise:.2f}"))
     return rows
 
 
@@ -83,6 +84,11 @@ def category_header(report: BenchReport) -> tuple[str, ...]:
 
 def _number(value: float | None) -> str:
     return "—" if value is None else f"{value:.2f}"
+
+
+def _share(value: float) -> str:
+    # Never rounded up to 1: one output in ten thousand that differs is worth knowing.
+    return "1" if value == 1.0 else f"{min(value, 0.999):.3f}"
 
 
 def _memory(num_bytes: int | None) -> str:

@@ -44,9 +44,9 @@ def measure_arm(name: str, engine: EngineSettings) -> dict[str, int | None]:
     from foretell.bench.engine import drafter_memory_bytes, load_llm
 
     llm = load_llm(engine)
-    (completion,) = llm.generate(prompt.text, sampling, drafter=name)
+    (completion,) = llm.generate(llm.tokenizer.encode(prompt.text), sampling, drafter=name)
     peak_bytes = peak_rss_bytes()  # before the drafter is rebuilt to weigh it
-    return {"peak_rss_bytes": peak_bytes, "drafter_memory_bytes": drafter_memory_bytes(name, engine, completion)}
+    return {"peak_rss_bytes": peak_bytes, "drafter_memory_bytes": drafter_memory_bytes(name, llm, engine, completion)}
 
 
 def peak_rss_bytes() -> int:

@@ -35,7 +35,7 @@ def speedup_figure(report: BenchReport) -> Figure:
         axes.plot(speedups, places, linestyle="", label=name, **_style(index))
     axes.axvline(1.0, color=GREY, linewidth=1)
     axes.axhline(len(categories) - 0.5, color="#bbbbbb", linewidth=1)
-    axes.set_yticks(list(places), categories)
+    axes.set_yticks(list(places), ["total", *report.categories])
     axes.set_ylim(0.4, len(categories) + 0.6)
     axes.set_xlabel("decode speed ÷ plain foretell's (grey: noise)")
     axes.grid(axis="x", color="#eeeeee")
@@ -45,9 +45,12 @@ def speedup_figure(report: BenchReport) -> Figure:
 
 
 def tokens_per_pass_figure(report: BenchReport) -> Figure:
-    """Draw the share of target passes by the number of tokens that they emitted, one bar per arm."""
-    shares = {name: _shares(pass_counts(report.summaries[name])) for name in _drafting(report)}
-    shares = {name: share for name, share in shares.items() if share}
+    """Draw the share of target passes by the number of tokens that they emitted, one bar per arm.
+
+    Arms that emit one token in every pass are left out.
+    """
+    counts = {name: pass_counts(report.summaries[name]) for name in _drafting(report)}
+    shares = {name: _shares(each) for name, each in counts.items() if max(each, default=1) > 1}
     figure, axes = _figure(height=3.6)
     width = 0.8 / max(1, len(shares))
     for index, (name, share) in enumerate(shares.items()):
@@ -88,10 +91,8 @@ def _drafting(report: BenchReport) -> list[str]:
 
 
 def _shares(counts: Mapping[int, int]) -> list[float]:
-    """Return the percentage of passes for 1, 2, … `LONGEST_BLOCK` and more tokens; empty when nothing was counted."""
+    """Return the percentage of passes for 1, 2, … `LONGEST_BLOCK` and more tokens."""
     num_passes = sum(counts.values())
-    if not num_passes:
-        return []
     shares = [0.0] * LONGEST_BLOCK
     for num_tokens, times in counts.items():
         # A pass that only confirmed provisional rows may emit nothing new; it belongs with the shortest.

@@ -71,7 +71,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
-        compile: bool = False,  # noqa: A002  # the word that torch and transformers use
+        compile: bool = False,
         drafter: str = "all",
         context_tokens: int | None = None,
         corpus: Path | None = None,

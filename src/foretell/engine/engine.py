@@ -20,7 +20,6 @@ from foretell.engine.sequence import TARGET, DecodingSequence, Emission, Request
 from foretell.errors import CapacityError, InputError
 from foretell.hardware.budget import buy
 from foretell.hardware.profile import LatencyProfile
-from foretell.tree.merge import merge
 from foretell.tree.pack import PackedTree, pack
 from foretell.tree.shape import best_first, prune
 from foretell.tree.token_tree import TokenTree

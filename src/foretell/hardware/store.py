@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import tempfile
 from pathlib import Path
@@ -66,7 +65,7 @@ class ProfileStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self.folder, delete=False) as file:
                 json.dump(profile.to_json(), file, indent=1)
-            os.replace(file.name, path)
+            Path(file.name).replace(path)
         except OSError as error:
             raise ConfigError(
                 f"the profile cannot be saved in {self.folder}: {error.strerror}; free some space"

@@ -120,8 +120,8 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise InputError(f"{path}:{line}: not UTF-8 ({error.reason}): save the suite as UTF-8") from error
+        bad_line = error.object[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}:{bad_line}: not UTF-8 ({error.reason}): save the suite as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"cannot read suite {path}: {reason}; give a .jsonl file, `builtin` or `humaneval`") from error

@@ -26,8 +26,6 @@ class TokenChooser:
 
     A token is a function of the row, the tokens before it and (seed, sequence key): no generator is consumed, so rows
     of a draft tree can be visited in any number and order.
-
-    Source: staged.md §2.1 (greedy) and §2.5 (noise keyed by position).
     """
 
     def __init__(

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from threading import Event
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from foretell.cli.options import DecodingOptions, single_answer, spread
 
 if TYPE_CHECKING:
-    from foretell.llm import LLM
-    from foretell.params import SamplingParams
-    from foretell.result import Completion
+    from foretell.result import Chunk, Completion
     from foretell.text.tokenizer import Message
 
 
@@ -46,10 +44,11 @@ def chat(
     sampling = single_answer(options.sampling(llm.generation_defaults), "chat")
     if options.verbose:
         note_settings(llm.settings)
+    conversation = llm.conversation()
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for question in _questions():
         messages.append({"role": "user", "content": question})
-        answer = _answer(llm, messages, sampling)
+        answer = _answer(conversation.stream(messages, sampling))
         messages.append({"role": "assistant", "content": answer.text})
         if answer.completion is None:
             note("(stopped)")
@@ -87,11 +86,13 @@ def _read_line() -> str:
         raise InputError(f"stdin is not UTF-8 text (byte 0x{line[error.start]:02x}): convert it first") from error
 
 
-def _answer(llm: LLM, messages: Sequence[Message], sampling: SamplingParams) -> Answer:
+def _answer(stream: Iterator[Chunk]) -> Answer:
     """Stream one answer to stdout; Ctrl-C ends it and keeps what was said so far."""
     text = ""
     completion = None
-    with _interruption() as is_interrupted, closing(llm.stream_chat(messages, sampling)) as chunks:
+    # A stream is a generator: closing it ends its request and keeps what was computed for the next turn.
+    generator = cast("Generator[Chunk, None, None]", stream)
+    with _interruption() as is_interrupted, closing(generator) as chunks:
         for chunk in chunks:
             print(chunk.text, end="", flush=True)
             text += chunk.text

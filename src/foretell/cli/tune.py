@@ -1,10 +1,187 @@
-"""`foretell tune`."""
+"""`foretell tune`: measure what a pass costs here, learn what drafts are worth, and say whether they pay."""
 
 from __future__ import annotations
 
-from foretell.cli.options import DecodingOptions, spread
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from foretell.cli.options import EngineOptions, JsonOption, spread
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from foretell.engine.measure import Exactness
+    from foretell.hardware.profile import LatencyProfile
+    from foretell.llm import LLM
+    from foretell.result import Stats
+
+CONTEXTS: Final = (128, 512, 1024, 2048, 4096, 8192)
+MAX_PROMPT_TOKENS: Final = 1024
+NUM_NEW_TOKENS: Final = 64
+NUM_TEST_TOKENS: Final = 640
+"""Length of the text on which draft rows are compared with plain rows: long enough to cross a block of 512 slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What drafting brought on the built-in prompts."""
+
+    plain_tokens_per_s: float
+    drafted_tokens_per_s: float
+    tokens_per_pass: float
+    rows_per_pass: float
+    num_different_outputs: int
+
+    @property
+    def speedup(self) -> float:
+        """Drafted ÷ plain decode speed."""
+        return self.drafted_tokens_per_s / self.plain_tokens_per_s if self.plain_tokens_per_s > 0 else 1.0
+
+    def sentence(self) -> str:
+        """Return the verdict in words."""
+        figures = f"{self.speedup:.2f} × plain decoding, with {self.rows_per_pass:.1f} rows a pass on average"
+        if self.speedup > 1.0:
+            return f"speculation pays here: {figures}"
+        return f"speculation does not pay here: {figures}; use --drafter none"
 
 
 @spread
-def tune(*, options: DecodingOptions) -> None:
-    """Stub."""
+def tune(
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file (.png, .svg or .pdf).")] = None,
+    as_json: JsonOption = False,
+    *,
+    options: EngineOptions,
+) -> None:
+    """Measure T(N), test bit-exactness, calibrate acceptance, and keep it all for this model on this machine."""
+    from foretell.cli.documents import print_document
+    from foretell.cli.terminal import note_settings, progress
+    from foretell.engine.measure import compare_rows, measure_profile
+    from foretell.provenance import provenance
+
+    llm = options.load()
+    if options.verbose:
+        note_settings(llm.settings)
+    runner = llm.engine.runner
+    prompts = _prompts(llm)
+    with progress("measuring passes"):
+        profile = measure_profile(runner, llm.profile_key, contexts=CONTEXTS)
+    with progress("comparing draft rows with plain rows"):
+        exactness = compare_rows(runner, _test_text(llm, prompts))
+    with progress("decoding the built-in prompts plainly and with drafts"):
+        verdict = _calibrate(llm, profile, prompts)
+    profile = replace(
+        profile,
+        is_bit_exact=exactness.is_bit_exact,
+        largest_gap=exactness.largest_gap,
+        calibration=llm.engine.calibration.to_json(),
+    )
+    file = llm.profile_store.save(profile)
+    if plot is not None:
+        _draw(profile, plot)
+    if as_json:
+        print_document(
+            {
+                "profile": profile.to_json(),
+                "exactness": asdict(exactness),
+                "verdict": asdict(verdict) | {"speedup": verdict.speedup},
+                "file": str(file),
+                "provenance": provenance(),
+            }
+        )
+    else:
+        _print_report(profile, exactness, verdict, file)
+
+
+def _prompts(llm: LLM) -> list[list[int]]:
+    """Return the built-in suite's prompts, those that leave room for an answer."""
+    from foretell.bench.engine import encode_prompt
+    from foretell.bench.suites import load_suite
+
+    room = min(MAX_PROMPT_TOKENS, llm.engine.runner.context_tokens - NUM_NEW_TOKENS)
+    prompts = [encode_prompt(llm, prompt) for prompt in load_suite("builtin")]
+    return [prompt for prompt in prompts if len(prompt) <= room] or [prompts[0][: max(1, room)]]
+
+
+def _test_text(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[int]:
+    text = [token_id for prompt in prompts for token_id in prompt]
+    return text[: min(NUM_TEST_TOKENS, llm.engine.runner.context_tokens)]
+
+
+def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]]) -> Verdict:
+    """Decode each prompt with and without drafts under the measured profile; the engine learns as it goes."""
+    from foretell.drafters.calibration import Calibration
+    from foretell.engine.engine import Engine
+    from foretell.params import SamplingParams
+
+    llm.engine = Engine(llm.engine.runner, profile, Calibration(), llm.engine.commit_policy)
+    sampling = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+    plain, drafted, num_different = [], [], 0
+    for prompt in prompts:
+        (expected,) = llm.generate(prompt, sampling, drafter="none")
+        (completion,) = llm.generate(prompt, sampling, drafter="all")
+        plain.append(expected.stats)
+        drafted.append(completion.stats)
+        num_different += completion.token_ids != expected.token_ids
+    num_passes = sum(stats.num_passes for stats in drafted)
+    return Verdict(
+        plain_tokens_per_s=_tokens_per_s(plain),
+        drafted_tokens_per_s=_tokens_per_s(drafted),
+        tokens_per_pass=sum(stats.num_output_tokens for stats in drafted) / num_passes,
+        rows_per_pass=sum(stats.num_rows for stats in drafted) / num_passes,
+        num_different_outputs=num_different,
+    )
+
+
+def _tokens_per_s(all_stats: Sequence[Stats]) -> float:
+    decode_s = sum(stats.decode_s for stats in all_stats)
+    return sum(stats.num_output_tokens - 1 for stats in all_stats) / decode_s if decode_s > 0 else 0.0
+
+
+def _print_report(profile: LatencyProfile, exactness: Exactness, verdict: Verdict, file: Path) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    console.print(_curve_table(profile))
+    if exactness.is_bit_exact:
+        console.print(f"draft rows against plain rows: bit-exact ({exactness.num_rows} rows)")
+    else:
+        console.print(
+            f"draft rows against plain rows: {exactness.num_different_rows} of {exactness.num_rows} differ, "
+            f"largest logit gap {exactness.largest_gap:.3g}"
+        )
+    console.print(f"outputs that differ from plain decoding: {verdict.num_different_outputs}")
+    console.print(f"{verdict.sentence()} ({verdict.tokens_per_pass:.2f} tokens per pass on the built-in prompts)")
+    console.print(f"kept in {file}", soft_wrap=True)
+
+
+def _curve_table(profile: LatencyProfile) -> Table:
+    from rich.table import Table
+
+    table = Table(title="milliseconds of a pass", title_justify="left", title_style="default")
+    table.add_column("rows", justify="right")
+    for context in profile.contexts:
+        table.add_column(f"{context} tokens", justify="right")
+    for column, num_rows in enumerate(profile.num_rows):
+        table.add_row(str(num_rows), *(f"{row[column] * 1e3:.1f}" for row in profile.pass_s))
+    return table
+
+
+def _draw(profile: LatencyProfile, plot: Path) -> None:
+    from foretell.errors import ConfigError
+
+    try:
+        from foretell.bench.plots import latency_figure
+
+        curves = {
+            context: list(zip(profile.num_rows, row, strict=True))
+            for context, row in zip(profile.contexts, profile.pass_s, strict=True)
+        }
+        latency_figure(curves).savefig(plot)
+    except ImportError:
+        raise ConfigError("`plot` needs matplotlib, which is not installed: pip install matplotlib") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot draw to {str(plot)!r}: {error}; name another .png, .svg or .pdf file") from None

@@ -6,11 +6,26 @@ Each fast path here has a plain twin: `PackedLinear` falls back to `F.linear`, a
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+"""By the names that configurations use."""
 
 _QUERY_BLOCK = 32
 """Query rows that the CPU attention kernel handles at once; a block of fewer than 4 gives other bits in bfloat16."""
@@ -45,7 +60,7 @@ class PackedLinear:
     def num_bytes(self) -> int:
         """Bytes of the resident weight and bias."""
         num_values = self.out_features * (self.in_features + (0 if self.bias is None else 1))
-        return num_values * (4 if self.dtype == torch.float32 else 2)
+        return num_values * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,11 +70,18 @@ class PackedLinear:
         return weight.dtype
 
 
+def num_weight_bytes(layer: DataclassInstance) -> int:
+    """Return the bytes of the tensors and packed linears that a layer's dataclass holds."""
+    weights = [getattr(layer, field.name) for field in fields(layer)]
+    sizes = [weight.num_bytes for weight in weights if isinstance(weight, PackedLinear)]
+    return sum(sizes) + sum(weight.nbytes for weight in weights if isinstance(weight, Tensor))
+
+
 def _pack(weight: Tensor) -> Tensor | None:
     """Return the weight in oneDNN's layout, or None where that is not possible."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return None
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
@@ -88,11 +110,13 @@ def padded_rows(
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale rows [..., E] to unit root mean square, times `weight` [E]."""
+    """Scale rows [..., E] to unit root mean square, times `weight` [E], in the wider dtype of the two."""
+    if weight.dtype != rows.dtype:
+        return F.rms_norm(rows.to(weight.dtype), (rows.shape[-1],), weight, eps).to(rows.dtype)
     return F.rms_norm(rows, (rows.shape[-1],), weight, eps)
 
 
-def rope_table(num_positions: int, dim: int, theta: float, scaling: dict[str, Any] | None) -> Tensor:
+def rope_table(num_positions: int, dim: int, theta: float, scaling: Mapping[str, Any] | None) -> Tensor:
     """Return cosines and signed sines of every position, float32 [P, 2, D].
 
     The sine's first half is negated, so that rotating a head is `x * cos + roll(x, D/2) * sin`.
@@ -108,7 +132,7 @@ def rope_table(num_positions: int, dim: int, theta: float, scaling: dict[str, An
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)  # [P, 2, D]
 
 
-def _scale_frequencies(inverse: Tensor, scaling: dict[str, Any]) -> Tensor:
+def _scale_frequencies(inverse: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return inverse
@@ -170,7 +194,7 @@ class RopeAngles:
         self,
         dim: int,
         theta: float,
-        scaling: dict[str, Any] | None,
+        scaling: Mapping[str, Any] | None,
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,

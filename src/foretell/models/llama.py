@@ -1,16 +1,16 @@
-"""Llama and its relatives: SmolLM2, Llama 2 and 3; Mistral, Qwen 2 and Qwen 3 differ by what their weights hold."""
+"""Llama, and SmolLM2, which is one; Mistral, Qwen 2, Qwen 3 and Gemma 3 build on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from foretell.models.config import ModelConfig
+from foretell.models.config import SLIDING, ModelConfig
 from foretell.models.decoder import RowBatch, attend_layer, write_rows
-from foretell.models.layers import PackedLinear, RopeAngles, rms_norm, rotate
+from foretell.models.layers import ACTIVATIONS, PackedLinear, RopeAngles, num_weight_bytes, rms_norm, rotate
 from foretell.models.weights import WeightReader
 
 
@@ -20,8 +20,8 @@ class LlamaLayer:
 
     attention_norm: Tensor  # [E]
     qkv: PackedLinear  # [E] -> [(H + 2 * G) * D]
-    query_norm: Tensor | None  # [D], Qwen 3
-    key_norm: Tensor | None  # [D], Qwen 3
+    query_norm: Tensor | None  # [D], Qwen 3 and Gemma 3
+    key_norm: Tensor | None  # [D], Qwen 3 and Gemma 3
     output: PackedLinear  # [H * D] -> [E]
     mlp_norm: Tensor  # [E]
     gate_up: PackedLinear  # [E] -> [2 * F]
@@ -30,7 +30,7 @@ class LlamaLayer:
 
 
 class Llama:
-    """A decoder of the Llama family.
+    """A decoder of the Llama family; biases and window are where weights and configuration have them.
 
     Args:
         config: the model's dimensions.
@@ -39,17 +39,21 @@ class Llama:
         device: where the weights go.
 
     Raises:
-        ModelError: a weight is missing or has another shape.
+        ModelError: a weight is missing.
     """
+
+    mlp_norm_name: ClassVar = "post_attention_layernorm"
+    """What the weights call the norm before the feed-forward part."""
 
     def __init__(self, config: ModelConfig, reader: WeightReader, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self._scale = config.head_dim**-0.5
+        self._activation = ACTIVATIONS[config.hidden_act]
+        assert config.rope_theta is not None
         self._rope = RopeAngles(
             config.head_dim, config.rope_theta, config.rope_scaling, config.max_positions, dtype, device
         )
         self.layers = [self._read_layer(reader, index) for index in range(config.num_layers)]
-        self.norm = self._read(reader, "model.norm.weight")  # [E]
+        self.norm = self._read_norm(reader, "model.norm")  # [E]
         head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
         self.head = PackedLinear(self._read(reader, head))  # [E] -> [V]
         self.embedding = reader.get_mapped("model.embed_tokens.weight").to(device)  # [V, E]
@@ -70,6 +74,11 @@ class Llama:
         """Return logits [M, V] of final hidden states [M, E]."""
         return self.head(hidden)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of resident weights; of the mapped embedding only a few rows are."""
+        return self.norm.nbytes + self.head.num_bytes + sum(num_weight_bytes(layer) for layer in self.layers)
+
     def _embed(self, batch: RowBatch) -> Tensor:
         if batch.embeddings is not None:
             return batch.embeddings.reshape(-1, self.config.hidden_size)  # [B * N, E]
@@ -80,46 +89,47 @@ class Llama:
     ) -> Tensor:
         config = self.config
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)  # [B * N, H + 2 * G, D]
-        queries_keys, values = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), 1)
+        queries_keys, values = torch.split(heads, [config.num_heads + config.num_kv_heads, config.num_kv_heads], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = queries_keys.split((config.num_heads, config.num_kv_heads), 1)
+            queries, keys = torch.split(queries_keys, [config.num_heads, config.num_kv_heads], 1)
             queries = rms_norm(queries, layer.query_norm, config.norm_eps)
             keys = rms_norm(keys, layer.key_norm, config.norm_eps)
             queries_keys = torch.cat((queries, keys), 1)  # [B * N, H + G, D]
-        queries, keys = rotate(queries_keys, rope).split((config.num_heads, config.num_kv_heads), 1)
+        queries, keys = torch.split(rotate(queries_keys, rope), [config.num_heads, config.num_kv_heads], 1)
         write_rows(keys_values, batch.slots, torch.cat((keys, values), 1))
-        mixed = attend_layer(queries, keys_values, batch, is_sliding=layer.is_sliding, scale=self._scale)
+        mixed = attend_layer(queries, keys_values, batch, is_sliding=layer.is_sliding, scale=config.attention_scale)
         return layer.output(mixed)  # [B * N, E]
 
     def _mlp(self, layer: LlamaLayer, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(hidden).chunk(2, -1)  # [B * N, F] each
-        return layer.down(F.silu(gate).mul_(up))  # [B * N, E]
+        return layer.down(self._activation(gate).mul_(up))  # [B * N, E]
 
     def _read(self, reader: WeightReader, name: str) -> Tensor:
         return reader.get(name).to(self.device, self.dtype)
 
+    def _read_norm(self, reader: WeightReader, name: str) -> Tensor:
+        return self._read(reader, name + ".weight").clone()  # [E], not a view that keeps the file mapped
+
+    def _read_fused(self, reader: WeightReader, *names: str) -> PackedLinear:
+        """Return one layer that does what those of these names do, its outputs one after the other."""
+        weight = torch.cat([self._read(reader, name + ".weight") for name in names])
+        if not reader.has(names[0] + ".bias"):
+            return PackedLinear(weight)
+        return PackedLinear(weight, torch.cat([self._read(reader, name + ".bias") for name in names]))
+
     def _read_layer(self, reader: WeightReader, index: int) -> LlamaLayer:
-        prefix = f"model.layers.{index}."
-
-        def read(name: str) -> Tensor:
-            return self._read(reader, prefix + name)
-
-        def fused(*names: str) -> PackedLinear:
-            weight = torch.cat([read(name + ".weight") for name in names])
-            has_bias = reader.has(prefix + names[0] + ".bias")
-            return PackedLinear(weight, torch.cat([read(name + ".bias") for name in names]) if has_bias else None)
-
-        has_norms = reader.has(prefix + "self_attn.q_norm.weight")
+        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+        has_norms = self.config.has_qk_norm
         layer = LlamaLayer(
-            attention_norm=read("input_layernorm.weight").clone(),
-            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            query_norm=read("self_attn.q_norm.weight").clone() if has_norms else None,
-            key_norm=read("self_attn.k_norm.weight").clone() if has_norms else None,
-            output=fused("self_attn.o_proj"),
-            mlp_norm=read("post_attention_layernorm.weight").clone(),
-            gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
-            down=fused("mlp.down_proj"),
-            is_sliding=self.config.layer_types[index] == "sliding_attention",
+            attention_norm=self._read_norm(reader, f"model.layers.{index}.input_layernorm"),
+            qkv=self._read_fused(reader, attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+            query_norm=self._read_norm(reader, attention + "q_norm") if has_norms else None,
+            key_norm=self._read_norm(reader, attention + "k_norm") if has_norms else None,
+            output=self._read_fused(reader, attention + "o_proj"),
+            mlp_norm=self._read_norm(reader, f"model.layers.{index}.{self.mlp_norm_name}"),
+            gate_up=self._read_fused(reader, mlp + "gate_proj", mlp + "up_proj"),
+            down=self._read_fused(reader, mlp + "down_proj"),
+            is_sliding=self.config.layer_types[index] == SLIDING,
         )
         reader.release()
         return layer

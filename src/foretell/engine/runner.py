@@ -84,7 +84,7 @@ class Runner:
         if self.compiled is not None:
             assert len(sequences) == 1
             return self.compiled(batch, keys_values)
-        hidden = self.model.forward(batch, keys_values)  # [B * N, E]
+        hidden = self.model.forward(batch, keys_values.unbind(0))  # [B * N, E]
         logits = self.model.logits(hidden)  # [B * N, V]
         size = len(sequences)
         return PassOutput(hidden.view(size, num_rows, -1), logits.view(size, num_rows, -1))
@@ -94,7 +94,7 @@ class Runner:
         """Write a chunk's keys and values and commit them; returns its hidden states [N, E], no logits are computed."""
         size = len(rows.token_ids)
         batch = self._packer.pack([rows], size)
-        hidden = self.model.forward(batch, self._keys_values([rows], batch))  # [N, E]
+        hidden = self.model.forward(batch, self._keys_values([rows], batch).unbind(0))  # [N, E]
         self.cache.commit(rows.region, size)
         return hidden
 

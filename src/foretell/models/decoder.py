@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,8 +47,11 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def forward(self, batch: RowBatch, keys_values: Tensor) -> Tensor:
-        """Return the final hidden states [B * N, E]; `keys_values` [L, B, 2 * G, S, D] takes the rows' own."""
+    def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
+        """Return the final hidden states [B * N, E]; `keys_values` [B, 2 * G, S, D] of each layer takes the rows' own."""
+
+    def embed(self, batch: RowBatch) -> Tensor:
+        """Return the input embeddings of the rows, [B * N, E]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [M, V] of hidden states [M, E]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,13 +47,13 @@ class Gemma3(Llama):
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         reader.release()
 
-    def forward(self, batch: RowBatch, keys_values: Tensor) -> Tensor:
-        """Return the final hidden states [B * N, E]; `keys_values` [L, B, 2 * G, S, D] takes the rows' own."""
+    def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
+        """Return the final hidden states [B * N, E]; `keys_values` [B, 2 * G, S, D] of each layer takes the rows' own."""
         eps = self.config.norm_eps
-        hidden = self._embed(batch)  # [B * N, E]
+        hidden = self.embed(batch)  # [B * N, E]
         full = self._rope(batch.positions, batch.last_position)  # [B * N, 2, D]
         local = self._local_rope(batch.positions, batch.last_position)  # [B * N, 2, D]
-        for layer, norms, layer_keys_values in zip(self.layers, self.output_norms, keys_values.unbind(0), strict=True):
+        for layer, norms, layer_keys_values in zip(self.layers, self.output_norms, keys_values, strict=True):
             rope = local if layer.is_sliding else full
             normed = rms_norm(hidden, layer.attention_norm, eps)  # [B * N, E]
             mixed = self._attention(layer, normed, rope, batch, layer_keys_values)  # [B * N, E]
@@ -71,8 +72,9 @@ class Gemma3(Llama):
         """Bytes of resident weights; of the mapped embedding only a few rows are."""
         return super().num_bytes + sum(num_weight_bytes(norms) for norms in self.output_norms)
 
-    def _embed(self, batch: RowBatch) -> Tensor:
-        hidden = super()._embed(batch)  # [B * N, E]
+    def embed(self, batch: RowBatch) -> Tensor:
+        """Return the scaled input embeddings of the rows, [B * N, E]."""
+        hidden = super().embed(batch)  # [B * N, E]
         return hidden if batch.embeddings is not None else hidden * self._embedding_scale
 
     def _read_norm(self, reader: WeightReader, name: str) -> Tensor:

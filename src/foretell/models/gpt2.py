@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,10 +64,10 @@ class GPT2:
         self.positions = self._read(reader, "transformer.wpe.weight").clone()  # [P, E]
         reader.release()
 
-    def forward(self, batch: RowBatch, keys_values: Tensor) -> Tensor:
-        """Return the final hidden states [B * N, E]; `keys_values` [L, B, 2 * G, S, D] takes the rows' own."""
-        hidden = self._embed(batch)  # [B * N, E]
-        for layer, layer_keys_values in zip(self.layers, keys_values.unbind(0), strict=True):
+    def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
+        """Return the final hidden states [B * N, E]; `keys_values` [B, 2 * G, S, D] of each layer takes the rows' own."""
+        hidden = self.embed(batch)  # [B * N, E]
+        for layer, layer_keys_values in zip(self.layers, keys_values, strict=True):
             hidden = hidden + self._attention(layer, layer.attention_norm(hidden), batch, layer_keys_values)
             hidden = hidden + layer.down(self._activation(layer.up(layer.mlp_norm(hidden))))  # [B * N, E]
         return self.norm(hidden)
@@ -83,7 +84,8 @@ class GPT2:
         )
         return layers + num_weight_bytes(self.norm) + self.head.num_bytes + self.positions.nbytes
 
-    def _embed(self, batch: RowBatch) -> Tensor:
+    def embed(self, batch: RowBatch) -> Tensor:
+        """Return the input embeddings of the rows, [B * N, E]."""
         positions = self.positions[batch.positions.view(-1)]  # [B * N, E]
         if batch.embeddings is not None:
             return batch.embeddings.reshape(-1, self.config.hidden_size) + positions

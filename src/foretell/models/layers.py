@@ -209,6 +209,11 @@ class RopeAngles:
             self._table = self._build(2 * last_position)
         return self._table[positions.view(-1)]
 
+    def reserve(self, num_positions: int) -> None:
+        """Compute the angles of so many positions now."""
+        if num_positions > self._table.shape[0]:
+            self._table = self._build(num_positions)
+
     def _build(self, num_positions: int) -> Tensor:
         num_positions = min(num_positions, self._max_positions)
         return rope_table(num_positions, self._dim, self._theta, self._scaling).to(self._device, self._dtype)

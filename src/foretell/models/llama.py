@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,11 +60,11 @@ class Llama:
         self.embedding = reader.get_mapped("model.embed_tokens.weight").to(device)  # [V, E]
         reader.release()
 
-    def forward(self, batch: RowBatch, keys_values: Tensor) -> Tensor:
-        """Return the final hidden states [B * N, E]; `keys_values` [L, B, 2 * G, S, D] takes the rows' own."""
-        hidden = self._embed(batch)  # [B * N, E]
+    def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
+        """Return the final hidden states [B * N, E]; `keys_values` [B, 2 * G, S, D] of each layer takes the rows' own."""
+        hidden = self.embed(batch)  # [B * N, E]
         rope = self._rope(batch.positions, batch.last_position)  # [B * N, 2, D]
-        for layer, layer_keys_values in zip(self.layers, keys_values.unbind(0), strict=True):
+        for layer, layer_keys_values in zip(self.layers, keys_values, strict=True):
             hidden = hidden + self._attention(
                 layer, rms_norm(hidden, layer.attention_norm, self.config.norm_eps), rope, batch, layer_keys_values
             )
@@ -79,7 +80,8 @@ class Llama:
         """Bytes of resident weights; of the mapped embedding only a few rows are."""
         return self.norm.nbytes + self.head.num_bytes + sum(num_weight_bytes(layer) for layer in self.layers)
 
-    def _embed(self, batch: RowBatch) -> Tensor:
+    def embed(self, batch: RowBatch) -> Tensor:
+        """Return the input embeddings of the rows, [B * N, E]."""
         if batch.embeddings is not None:
             return batch.embeddings.reshape(-1, self.config.hidden_size)  # [B * N, E]
         return self.embedding[batch.token_ids.view(-1)].to(self.dtype)  # [B * N, E]

@@ -76,6 +76,7 @@ class Pool:
 
     def remove(self, region: Region) -> None:
         """Free a region; the last one moves into its place, so that regions stay side by side."""
+        assert self.regions[region.index : region.index + 1] == [region], "freed twice"
         last = self.regions.pop()
         if last is region:
             return

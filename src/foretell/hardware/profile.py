@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,10 +34,15 @@ class LatencyProfile:
     """State of the acceptance estimates."""
 
     def __post_init__(self) -> None:
-        if not self.contexts or not self.num_rows or list(self.num_rows) != sorted(set(self.num_rows)):
-            raise ConfigError("a latency profile needs ascending row counts and a context: run `foretell tune` again")
+        for counts in (self.contexts, self.num_rows):
+            if not counts or list(counts) != sorted(set(counts)):
+                raise ConfigError(
+                    "a latency profile needs ascending contexts and row counts: run `foretell tune` again"
+                )
         if len(self.pass_s) != len(self.contexts) or any(len(row) != len(self.num_rows) for row in self.pass_s):
             raise ConfigError("a latency profile's table has the wrong shape: run `foretell tune` again")
+        if not all(0 < value < math.inf for row in self.pass_s for value in row):
+            raise ConfigError("a latency profile's seconds must be positive: run `foretell tune` again")
 
     @property
     def max_rows(self) -> int:

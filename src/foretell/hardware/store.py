@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -61,13 +62,16 @@ class ProfileStore:
             ConfigError: the folder cannot be written.
         """
         path = self.path(profile.key)
+        partial = path.with_suffix(f".partial-{os.getpid()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self.folder, delete=False) as file:
-                json.dump(profile.to_json(), file, indent=1)
-            Path(file.name).replace(path)
+            partial.write_text(json.dumps(profile.to_json(), indent=1), encoding="utf-8")
+            partial.replace(path)
         except OSError as error:
             raise ConfigError(
                 f"the profile cannot be saved in {self.folder}: {error.strerror}; free some space"
             ) from None
+        finally:
+            with suppress(OSError):
+                partial.unlink()
         return path

@@ -48,7 +48,7 @@ class Model(Protocol):
     device: torch.device
 
     def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
-        """Return the final hidden states [B * N, E]; `keys_values` [B, 2 * G, S, D] of each layer takes the rows' own."""
+        """Return final hidden states [B * N, E]; each layer's `keys_values` [B, 2 * G, S, D] takes the rows' own."""
 
     def embed(self, batch: RowBatch) -> Tensor:
         """Return the input embeddings of the rows, [B * N, E]."""

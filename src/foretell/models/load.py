@@ -83,7 +83,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Return whether bfloat16 is computed natively (on CPUs: AVX-512 BF16 or AMX)."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     capabilities = torch.backends.cpu.get_cpu_capability()
     flags = _cpu_flags()
     return capabilities.startswith("AVX512") and ("avx512_bf16" in flags or "amx_bf16" in flags)

@@ -48,7 +48,7 @@ class Gemma3(Llama):
         reader.release()
 
     def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
-        """Return the final hidden states [B * N, E]; `keys_values` [B, 2 * G, S, D] of each layer takes the rows' own."""
+        """Return final hidden states [B * N, E]; each layer's `keys_values` [B, 2 * G, S, D] takes the rows' own."""
         eps = self.config.norm_eps
         hidden = self.embed(batch)  # [B * N, E]
         full = self._rope(batch.positions, batch.last_position)  # [B * N, 2, D]

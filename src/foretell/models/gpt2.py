@@ -65,8 +65,8 @@ class GPT2:
         reader.release()
 
     def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
-        """Return the final hidden states [B * N, E]; `keys_values` [B, 2 * G, S, D] of each layer takes the rows' own."""
-        hidden = self.embed(batch)  # [B * N, E]
+        """Return final hidden states [B * N, E]; each layer's `keys_values` [B, 2 * G, S, D] takes the rows' own."""
+        hidden = self.embed(batch) + self.positions[batch.positions.view(-1)]  # [B * N, E]
         for layer, layer_keys_values in zip(self.layers, keys_values, strict=True):
             hidden = hidden + self._attention(layer, layer.attention_norm(hidden), batch, layer_keys_values)
             hidden = hidden + layer.down(self._activation(layer.up(layer.mlp_norm(hidden))))  # [B * N, E]
@@ -85,11 +85,10 @@ class GPT2:
         return layers + num_weight_bytes(self.norm) + self.head.num_bytes + self.positions.nbytes
 
     def embed(self, batch: RowBatch) -> Tensor:
-        """Return the input embeddings of the rows, [B * N, E]."""
-        positions = self.positions[batch.positions.view(-1)]  # [B * N, E]
+        """Return the input embeddings of the rows, [B * N, E], without those of their positions."""
         if batch.embeddings is not None:
-            return batch.embeddings.reshape(-1, self.config.hidden_size) + positions
-        return self.embedding[batch.token_ids.view(-1)].to(self.dtype) + positions  # [B * N, E]
+            return batch.embeddings.reshape(-1, self.config.hidden_size)  # [B * N, E]
+        return self.embedding[batch.token_ids.view(-1)].to(self.dtype)  # [B * N, E]
 
     def _attention(self, layer: GPT2Layer, hidden: Tensor, batch: RowBatch, keys_values: Tensor) -> Tensor:
         config = self.config

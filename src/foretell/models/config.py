@@ -22,8 +22,21 @@ _ACTIVATIONS = frozenset({"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu
 
 # transformers omits from a file what equals the family's defaults (Gemma 3's nested `text_config` above all).
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "bos_token_id": 1},
-    "mistral": {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072, "bos_token_id": 1},
+    "llama": {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "mistral": {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "qwen2": {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768},
     "qwen3": {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768, "head_dim": 128},
     "gemma3_text": {
@@ -165,7 +178,8 @@ class _Fields:
         if not isinstance(self.model_type, str):
             raise ModelError(f"config.json: `model_type` must be a string, got {self.model_type!r}: complete the file")
         self.is_native = self.model_type in NATIVE_FAMILIES
-        self.raw = {**_DEFAULTS.get(self.model_type, {}), **{k: v for k, v in raw.items() if v is not None}}
+        merged = {**_DEFAULTS.get(self.model_type, {}), **raw}
+        self.raw = {name: value for name, value in merged.items() if value is not None}
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """Return a positive integer."""
@@ -322,7 +336,7 @@ def _rotation(fields: _Fields) -> dict[str, Any]:
     parameters = fields.raw.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise _ill_typed("rope_parameters", "an object", parameters)
-    local = parameters.get(SLIDING, {}) if is_gemma else {}
+    local = (parameters.get(SLIDING) or {}) if is_gemma else {}
     rope = parameters.get(FULL, {}) if is_gemma and (FULL in parameters or SLIDING in parameters) else parameters
     rope = {**(fields.raw.get("rope_scaling") or {}), **(rope or {})}
     theta = rope.pop("rope_theta", fields.raw.get("rope_theta", 1_000_000.0 if is_gemma else 10_000.0))
@@ -330,7 +344,9 @@ def _rotation(fields: _Fields) -> dict[str, Any]:
         raise _ill_typed("rope_theta", "a positive number", theta)
     rotation = {"rope_theta": float(theta), "rope_scaling": _rope_scaling(rope)}
     if is_gemma:
-        local_theta = (local or {}).get("rope_theta", fields.raw.get("rope_local_base_freq", 10_000.0))
+        if _rope_scaling(local) is not None:
+            raise ModelError("rope scaling of sliding layers is not supported: use another model")
+        local_theta = local.get("rope_theta", fields.raw.get("rope_local_base_freq", 10_000.0))
         if not is_positive_number(local_theta):
             raise _ill_typed("rope_local_base_freq", "a positive number", local_theta)
         rotation["local_rope_theta"] = float(local_theta)
@@ -354,7 +370,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _ids(fields: _Fields, generation: Mapping[str, Any]) -> dict[str, Any]:
     eos = generation.get("eos_token_id")
-    eos = fields.raw.get("eos_token_id", _default_eos(fields)) if eos is None else eos
+    eos = fields.raw.get("eos_token_id") if eos is None else eos
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     bos = fields.raw.get("bos_token_id")
     for token_id in [*eos_ids, *([] if bos is None else [bos])]:
@@ -363,10 +379,6 @@ def _ids(fields: _Fields, generation: Mapping[str, Any]) -> dict[str, Any]:
     # Configurations of models without such a token say -1.
     kept = dict.fromkeys(token_id for token_id in eos_ids if token_id >= 0)
     return {"eos_ids": tuple(kept), "bos_id": bos if bos is not None and bos >= 0 else None}
-
-
-def _default_eos(fields: _Fields) -> int | None:
-    return 2 if fields.model_type in ("llama", "mistral") else None
 
 
 def _refuse_variants(fields: _Fields) -> None:

@@ -62,6 +62,8 @@ def resolve(
         return _from_gguf(find_default_gguf(), "smollm2", notify)
     text = str(model)
     path = Path(text).expanduser()
+    if not text:
+        raise ModelError("the model's name is empty: pass a folder, a .gguf file or a Hugging Face id")
     if path.is_dir():
         return _from_folder(path, text)
     if path.is_file():

@@ -257,7 +257,7 @@ def _llama3_scaling(read: _Metadata) -> dict[str, Any]:
     factors = read.file.read_float32("rope_freqs.weight")
     scaling = {
         "rope_type": "llama3",
-        "factor": _shortest(max(factors)),
+        "factor": round(max(factors), 3),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,

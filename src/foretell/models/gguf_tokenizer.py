@@ -58,7 +58,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     else:
         raise ModelError(f"GGUF tokenizers of kind {kind!r} are not supported (only gpt2, llama): use another file")
     _add_special_tokens(tokenizer, metadata, tokens)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     config = json.dumps(_tokenizer_config(metadata, tokens), indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
     template = metadata.get("tokenizer.chat_template")

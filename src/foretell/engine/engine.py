@@ -276,8 +276,9 @@ class Engine:
         request = sequence.request
         sequence.token_ids.append(token_id)
         sequence.stats.num_output_tokens += 1
+        is_called_off = request.should_stop is not None and request.should_stop(token_id)
         # A stop is told before a limit: an output that ends by itself in its last token was not cut (sglang#31599).
-        if token_id in request.stop_ids or (request.should_stop is not None and request.should_stop(token_id)):
+        if is_called_off or token_id in request.stop_ids:
             sequence.finish_reason = "stop"
         elif sequence.num_new_tokens >= request.max_new_tokens:
             sequence.finish_reason = "length"

@@ -235,9 +235,11 @@ class Engine:
     def _settle(self, sequence: DecodingSequence, draft: _Draft, logits: Tensor, hidden: Tensor) -> list[Emission]:
         """Accept what the target would have chosen, commit its rows, and emit it token by token."""
         context = sequence.token_ids
-        chooser = sequence.request.chooser
+        chooser, stop_ids = sequence.request.chooser, sequence.request.stop_ids
 
         def choose(row: int, path: list[int]) -> int:
+            if path and path[-1] in stop_ids:
+                return path[-1]  # nothing is emitted after an end, so no processor is asked (vllm#44006)
             return chooser.choose(logits[row], context + path if path else context)
 
         verdict = match(draft.tree, choose)

@@ -181,9 +181,9 @@ class Engine:
 
     def _max_depth(self, sequence: DecodingSequence) -> int:
         """Return how deep a node may lie: neither more tokens nor more positions than are left."""
-        left = sequence.request.max_new_tokens - sequence.num_new_tokens
+        tokens_left = sequence.request.max_new_tokens - sequence.num_new_tokens
         positions_left = self.runner.context_tokens - len(sequence.token_ids)
-        return max(0, min(left - 1, positions_left))
+        return max(0, min(tokens_left, positions_left) - 1)  # the last token needs no row of its own
 
     def _curve(self, context: int) -> list[float]:
         """Return T(N) near a context length for the row counts that a pass may have."""

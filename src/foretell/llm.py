@@ -279,6 +279,7 @@ class LLM:
         if not is_kept:
             self.engine.finish(sequence)
         assert sequence.finish_reason is not None
+        sequence.stats.drafter_memory_bytes = sequence.request.drafter.memory_bytes
         has_logprobs = sequence.request.num_logprobs is not None
         return Completion(
             text="".join(chunk.text for chunk in chunks),

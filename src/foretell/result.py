@@ -41,6 +41,8 @@ class Stats:
     """Time spent in drafters, within `decode_s`."""
     forward_s: float = 0.0
     """Time spent in target passes, within `decode_s`."""
+    drafter_memory_bytes: int = 0
+    """What the drafter held when the request ended."""
 
     @property
     def tokens_per_pass(self) -> float:

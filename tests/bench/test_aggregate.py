@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from foretell.bench.aggregate import (
-    ArmMemory,
     BenchResult,
     forward_share,
     pass_counts,
@@ -59,6 +58,12 @@ def test_speed_is_a_ratio_of_sums_over_medians_of_repeats() -> None:
     assert found["all", "b"].speedup_vs_plain == pytest.approx(1.0)
     assert found["all", "all"].speedup_vs_plain == pytest.approx((1.2 + 4.0) / (0.5 + 4.0))
     assert {found["none", category].speedup_vs_plain for category in ("all", "a", "b")} == {1.0}
+
+
+def test_tokens_that_arrive_together_with_the_first_are_not_decoded_later() -> None:
+    found = rows([round_of(0, plain=measurement(11, 1.0), all=measurement(11, 0.5, num_first_tokens=6))], "a")
+    assert found["all", "a"].tokens_per_s == pytest.approx(10.0)
+    assert found["all", "a"].speedup_vs_plain == pytest.approx(1.0)
 
 
 def test_outputs_of_other_lengths_are_compared_per_token() -> None:
@@ -127,11 +132,13 @@ def test_counters_are_summed_and_missing_ones_are_null() -> None:
 
 
 def test_memory_is_repeated_on_every_row_of_its_arm() -> None:
-    memory = {"all": ArmMemory(peak_rss_bytes=7, drafter_memory_bytes=3)}
-    found = rows([round_of(0, plain=measurement(5, 1.0), all=measurement(5, 1.0))], "a", memory=memory)
+    plain = measurement(5, 1.0)
+    rounds = [round_of(n, plain=plain, all=measurement(5, 1.0, drafter_memory_bytes=10 * n)) for n in range(3)]
+    found = rows(rounds, "a", "b", "a", memory={"all": 7})
     assert {found["all", category].peak_rss_bytes for category in ("all", "a")} == {7}
-    assert found["all", "a"].drafter_memory_bytes == 3
     assert found["none", "a"].peak_rss_bytes is None
+    assert [found["all", category].drafter_memory_bytes for category in ("all", "a", "b")] == [20, 20, 10]
+    assert found["none", "a"].drafter_memory_bytes == 0
 
 
 def test_json_row_has_exactly_the_documented_keys() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretell.bench import report as report_module
-from foretell.bench.aggregate import ArmMemory, result_rows, summarise_prompts
+from foretell.bench.aggregate import result_rows, summarise_prompts
 from foretell.bench.arms import ForetellArm, with_second_plain
 from foretell.bench.document import TABLE_HEADER, BenchReport, category_header, category_rows, table_rows
 from foretell.bench.report import check_report_folder, latency_curves, markdown, write_report
@@ -27,7 +27,7 @@ def report(fake_llm: Callable[..., Any], profile: LatencyProfile) -> BenchReport
         with_second_plain(own, llm, clock=llm.clock), [[1], [2], [3]], SamplingParams(max_new_tokens=21), repeats=1
     )
     summaries = summarise_prompts(rounds)
-    memory = {"all": ArmMemory(peak_rss_bytes=512_000_000)}
+    memory = {"all": 512_000_000}
     return BenchReport(
         results=result_rows(summaries, ["rag", "writing", "rag"], memory=memory, gaps={"all": {0: 0.125}}),
         profile=profile.to_json(),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from foretell.bench.aggregate import ArmMemory
 from foretell.bench.run import run_bench
 from foretell.bench.settings import BenchSettings, EngineSettings
 from foretell.errors import ConfigError, InputError
@@ -88,9 +87,9 @@ def test_sampling_is_passed_on_and_gets_a_seed(fake_llm: Callable[..., Any]) -> 
 def test_memory_is_asked_for_each_arm_with_the_resolved_engine(fake_llm: Callable[..., Any]) -> None:
     asked: list[Any] = []
 
-    def memory_of(names: Any, engine: Any, progress: Any) -> dict[str, ArmMemory]:
+    def memory_of(names: Any, engine: Any, progress: Any) -> dict[str, int]:
         asked.extend([list(names), engine])
-        return {"all": ArmMemory(peak_rss_bytes=5, drafter_memory_bytes=2)}
+        return {"all": 5}
 
     llm = fake_llm()
     engine = EngineSettings(model="some/model")

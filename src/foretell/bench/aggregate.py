@@ -14,14 +14,6 @@ from foretell.bench.suites import ALL_CATEGORIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmMemory:
-    """What an arm holds in memory; None where it could not be measured."""
-
-    peak_rss_bytes: int | None = None
-    drafter_memory_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """One arm on one category; `category` is "all" for the whole suite. None: not reported by this arm."""
 
@@ -29,7 +21,8 @@ class BenchResult:
     category: str
     num_prompts: int
     tokens_per_s: float
-    """Tokens after the first ÷ seconds after the first, both summed over prompts."""
+    """Tokens after the first ÷ seconds after the first, both summed over prompts. Tokens that the first pass emitted
+    together all count as the first."""
     ttft_s: float
     prefill_s: float | None
     end_to_end_tokens_per_s: float
@@ -44,7 +37,9 @@ class BenchResult:
     first_divergence_gap: float | None
     """Largest logit gap between plain's two best tokens where an output first differs; None when none does."""
     peak_rss_bytes: int | None
-    drafter_memory_bytes: int | None
+    """Most memory of a process with this arm alone."""
+    drafter_memory_bytes: int
+    """The most that the drafter held at the end of a request."""
     accepted_by_source: dict[str, dict[str, int]] = field(default_factory=dict)
     """For each source of drafts how many tokens it drafted, and how many were accepted."""
 
@@ -58,6 +53,7 @@ class PromptSummary:
     """One arm on one prompt: medians over repeats."""
 
     num_tokens: int
+    num_decode_tokens: int
     decode_s: float
     ttft_s: float
     prefill_s: float | None
@@ -65,11 +61,6 @@ class PromptSummary:
     num_identical: int
     runs: Sequence[Measurement]
     """The repeats in order."""
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens after the first."""
-        return max(0, self.num_tokens - 1)
 
 
 Summaries = Mapping[str, Sequence[PromptSummary]]
@@ -93,7 +84,7 @@ def result_rows(
     summaries: Summaries,
     categories: Sequence[str],
     *,
-    memory: Mapping[str, ArmMemory] | None = None,
+    memory: Mapping[str, int | None] | None = None,
     gaps: Mapping[str, Mapping[int, float | None]] | None = None,
 ) -> list[BenchResult]:
     """Return, for each arm, its row over everything and one row per category.
@@ -101,14 +92,14 @@ def result_rows(
     Args:
         summaries: see `summarise_prompts`.
         categories: each prompt's category.
-        memory: by arm key.
+        memory: bytes at the peak, by arm key.
         gaps: for each arm the prompts on which its output differs, with the logit gap there.
     """
     groups = {ALL_CATEGORIES: list(range(len(categories)))}
     for prompt, category in enumerate(categories):
         groups.setdefault(category, []).append(prompt)
     return [
-        _row(key, category, prompts, summaries, (memory or {}).get(key, ArmMemory()), (gaps or {}).get(key, {}))
+        _row(key, category, prompts, summaries, (memory or {}).get(key), (gaps or {}).get(key, {}))
         for key in (PLAIN, *(key for key in summaries if key not in (PLAIN, PLAIN_AGAIN)))
         for category, prompts in groups.items()
     ]
@@ -140,6 +131,7 @@ def _summarise(repeats: Sequence[Measurement], reference: tuple[int, ...]) -> Pr
     prefills_s = [run.prefill_s for run in repeats if run.prefill_s is not None]
     return PromptSummary(
         num_tokens=median_low(len(run.token_ids) for run in repeats),
+        num_decode_tokens=median_low(run.num_decode_tokens for run in repeats),
         decode_s=median(run.decode_s for run in repeats),
         ttft_s=median(run.ttft_s for run in repeats),
         prefill_s=median(prefills_s) if prefills_s else None,
@@ -154,7 +146,7 @@ def _row(
     category: str,
     prompts: Sequence[int],
     summaries: Summaries,
-    memory: ArmMemory,
+    peak_rss_bytes: int | None,
     gaps: Mapping[int, float | None],
 ) -> BenchResult:
     own, plain, plain_again = ([summaries[name][prompt] for prompt in prompts] for name in (key, PLAIN, PLAIN_AGAIN))
@@ -174,8 +166,8 @@ def _row(
         acceptance_rate=_acceptance_rate(own),
         identical=sum(each.num_identical for each in own) / sum(len(each.runs) for each in own),
         first_divergence_gap=max(known_gaps, default=None),
-        peak_rss_bytes=memory.peak_rss_bytes,
-        drafter_memory_bytes=memory.drafter_memory_bytes,
+        peak_rss_bytes=peak_rss_bytes,
+        drafter_memory_bytes=max(run.drafter_memory_bytes for run in _runs(own)),
         accepted_by_source=_by_source(own),
     )
 

@@ -87,6 +87,7 @@ class ForetellArm:
             wall_s=wall_s,
             ttft_s=stats.first_token_s,
             decode_s=stats.decode_s,
+            num_first_tokens=stats.num_first_tokens,
             prefill_s=stats.prefill_s,
             num_passes=stats.num_passes,
             num_rows=stats.num_rows,
@@ -95,6 +96,7 @@ class ForetellArm:
             tokens_per_pass_counts=dict(stats.tokens_per_pass_counts),
             drafted=dict(stats.drafted),
             accepted=dict(stats.accepted),
+            drafter_memory_bytes=stats.drafter_memory_bytes,
         )
 
 

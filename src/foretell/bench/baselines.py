@@ -222,6 +222,7 @@ class _BlockClock:
             wall_s=wall_s,
             ttft_s=self.arrivals_s[1] - started_s,
             decode_s=self.arrivals_s[-1] - self.arrivals_s[1],
+            num_first_tokens=self.num_tokens[1],
             prefill_s=passes.durations_s[0],
             num_passes=len(passes.durations_s) - 1,
             forward_s=sum(passes.durations_s[1:]),

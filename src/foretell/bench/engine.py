@@ -9,7 +9,6 @@ from typing import Any
 from foretell.bench.arms import BenchLLM
 from foretell.bench.settings import EngineSettings
 from foretell.bench.suites import BenchPrompt
-from foretell.result import Completion
 
 
 def check_drafters(names: Sequence[str]) -> None:
@@ -55,15 +54,3 @@ def encode_prompt(llm: BenchLLM, prompt: BenchPrompt) -> list[int]:
 def profile_document(llm: BenchLLM) -> dict[str, Any] | None:
     """Return the measured T(N) as plain data, or None where nothing was measured."""
     return None if llm.profile is None else dict(llm.profile.to_json())
-
-
-def drafter_memory_bytes(name: str, llm: BenchLLM, engine: EngineSettings, completion: Completion) -> int:
-    """Return what a drafter holds after a request, by showing the request to a fresh one."""
-    from foretell.drafters.catalog import make_drafter
-    from foretell.drafters.drafter import Outcome
-
-    corpus = [] if engine.corpus is None else [llm.tokenizer.encode(engine.corpus.read_text(encoding="utf-8"))]
-    drafter = make_drafter(name, eos_ids=frozenset(), corpus=corpus)
-    drafter.begin(completion.prompt_token_ids)
-    drafter.observe(Outcome(token_ids=completion.token_ids))
-    return drafter.memory_bytes

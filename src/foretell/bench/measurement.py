@@ -18,6 +18,8 @@ class Measurement:
     """From the request's start to its first token."""
     decode_s: float
     """From the first token to the last."""
+    num_first_tokens: int = 1
+    """Tokens that the first pass emitted: they arrived together, so all of them count as the first."""
     prefill_s: float | None = None
     num_passes: int | None = None
     """Target passes after prefill."""
@@ -29,11 +31,13 @@ class Measurement:
     drafted: Mapping[str, int] | None = None
     """Draft tokens by source."""
     accepted: Mapping[str, int] | None = None
+    drafter_memory_bytes: int = 0
+    """What the drafter held when the run ended."""
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens after the first."""
-        return max(0, len(self.token_ids) - 1)
+        """Tokens after the first, which `decode_s` was spent on."""
+        return max(0, len(self.token_ids) - self.num_first_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json.dumps` takes and `from_json` understands."""

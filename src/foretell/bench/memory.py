@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from foretell.bench.aggregate import ArmMemory
 from foretell.bench.runner import Progress
 from foretell.bench.settings import EngineSettings
 
@@ -17,8 +16,8 @@ TIMEOUT_S: Final = 600.0
 
 def measure_memory(
     names: Sequence[str], engine: EngineSettings, progress: Progress, *, command: Sequence[str] = ()
-) -> dict[str, ArmMemory]:
-    """Measure every arm in turn; one that fails is noted and left unknown.
+) -> dict[str, int | None]:
+    """Return the peak of each arm's memory in bytes; an arm that fails is noted and left unknown.
 
     Args:
         names: drafters and baselines.
@@ -27,21 +26,20 @@ def measure_memory(
         command: what to run instead of this package's own child.
     """
     start = list(command) or [sys.executable, "-m", "foretell.bench.peak_rss"]
-    memory = {}
+    memory: dict[str, int | None] = {}
     for name in names:
         progress.note(f"measuring the memory of {name}")
         try:
             memory[name] = _run_child([*start, "--arm", name, "--engine", json.dumps(engine.to_json())])
-        except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
+        except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError) as error:
             progress.note(f"the memory of {name} is unknown: {_reason(error)}")
-            memory[name] = ArmMemory()
+            memory[name] = None
     return memory
 
 
-def _run_child(command: Sequence[str]) -> ArmMemory:
+def _run_child(command: Sequence[str]) -> int:
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    lines = result.stdout.strip().splitlines()
-    return ArmMemory(**json.loads(lines[-1] if lines else ""))
+    return int(json.loads(result.stdout.strip().splitlines()[-1])["peak_rss_bytes"])
 
 
 def _reason(error: Exception) -> str:

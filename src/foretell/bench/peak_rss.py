@@ -27,26 +27,23 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("--arm", required=True, help="a drafter or a baseline")
     parser.add_argument("--engine", required=True, help="engine settings as a JSON object")
     options = parser.parse_args(args)
-    document = measure_arm(options.arm, EngineSettings.from_json(json.loads(options.engine)))
-    sys.stdout.write(json.dumps(document) + "\n")
+    run_arm(options.arm, EngineSettings.from_json(json.loads(options.engine)))
+    sys.stdout.write(json.dumps({"peak_rss_bytes": peak_rss_bytes()}) + "\n")
 
 
-def measure_arm(name: str, engine: EngineSettings) -> dict[str, int | None]:
-    """Complete a fixed prompt with one arm, and return `ArmMemory`'s fields."""
+def run_arm(name: str, engine: EngineSettings) -> None:
+    """Load one arm and complete a fixed prompt with it."""
     from foretell.bench.baselines import BASELINES, open_baselines
+    from foretell.bench.engine import load_llm
 
     (prompt,) = load_suite("builtin", category="summarization", limit=1)
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS)
     if name in BASELINES:
         (baseline,) = open_baselines([name], engine)
         baseline.measure(baseline.encode(prompt.text), sampling)
-        return {"peak_rss_bytes": peak_rss_bytes(), "drafter_memory_bytes": 0}
-    from foretell.bench.engine import drafter_memory_bytes, load_llm
-
-    llm = load_llm(engine)
-    (completion,) = llm.generate(llm.tokenizer.encode(prompt.text), sampling, drafter=name)
-    peak_bytes = peak_rss_bytes()  # before the drafter is rebuilt to weigh it
-    return {"peak_rss_bytes": peak_bytes, "drafter_memory_bytes": drafter_memory_bytes(name, llm, engine, completion)}
+    else:
+        llm = load_llm(engine)
+        llm.generate(llm.tokenizer.encode(prompt.text), sampling, drafter=name)
 
 
 def peak_rss_bytes() -> int:

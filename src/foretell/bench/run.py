@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from foretell import __version__
-from foretell.bench.aggregate import ArmMemory, result_rows, summarise_prompts
+from foretell.bench.aggregate import result_rows, summarise_prompts
 from foretell.bench.arms import PLAIN, Arm, BenchLLM, Clock, ForetellArm, with_second_plain
 from foretell.bench.baselines import check_baselines, open_baselines
 from foretell.bench.divergence import divergence_gaps
@@ -22,7 +22,7 @@ from foretell.bench.settings import BenchSettings, EngineSettings
 from foretell.bench.suites import BenchPrompt, load_suite
 from foretell.provenance import provenance
 
-MeasureMemory = Callable[[Sequence[str], EngineSettings, Progress], Mapping[str, ArmMemory]]
+MeasureMemory = Callable[[Sequence[str], EngineSettings, Progress], Mapping[str, int | None]]
 
 
 def run_bench(

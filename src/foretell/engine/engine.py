@@ -41,6 +41,8 @@ class _Draft:
     draft_s: float
     plain_s: float
     """What a pass without drafts is expected to take."""
+    proposed: TokenTree | None
+    """What the drafter proposed below the provisional tokens, as it estimated it; None when it was not asked."""
 
 
 class Engine:
@@ -153,8 +155,10 @@ class Engine:
         num_certain = len(tree)
         plain_s = curve[num_certain - 1]
         max_depth = self._max_depth(sequence)
+        proposed = None
         if max_depth >= num_certain and len(curve) > num_certain and sequence.gate.is_open():
-            tree = self._grow(sequence, tree, max_depth, len(curve))
+            proposed = self._propose(sequence, num_certain - 1, max_depth, len(curve))
+            tree = _graft(tree, self.calibration.calibrate(proposed))
             if len(tree) > num_certain:
                 draft_s = self._clock() - started_s
                 order = best_first(tree)
@@ -164,20 +168,19 @@ class Engine:
             tree = prune(tree, max_depth + 1)
         draft_s = self._clock() - started_s
         sequence.stats.draft_s += draft_s
-        return _Draft(pack(tree), min(num_certain, len(tree)) - 1, draft_s, plain_s)
+        return _Draft(pack(tree), min(num_certain, len(tree)) - 1, draft_s, plain_s, proposed)
 
-    def _grow(self, sequence: DecodingSequence, tree: TokenTree, max_depth: int, max_rows: int) -> TokenTree:
-        """Return the tree with the drafter's calibrated proposals below its accepted tokens."""
-        request, num_ahead = sequence.request, len(tree) - 1
+    def _propose(self, sequence: DecodingSequence, num_ahead: int, max_depth: int, max_rows: int) -> TokenTree:
+        """Return what the drafter proposes below the root and `num_ahead` provisional tokens."""
+        request = sequence.request
         proposal = Proposal(
             root=sequence.token_ids[-1],
             ahead=tuple(sequence.provisional[:num_ahead]),
-            max_nodes=max_rows - len(tree),
+            max_nodes=max_rows - 1 - num_ahead,
             max_depth=max_depth - num_ahead,
             seed=request.sampling_seed,
         )
-        drafted = self.calibration.calibrate(request.drafter.propose(proposal))
-        return _graft(tree, drafted)
+        return request.drafter.propose(proposal)
 
     def _max_depth(self, sequence: DecodingSequence) -> int:
         """Return how deep a node may lie: neither more tokens nor more positions than are left."""
@@ -296,7 +299,9 @@ class Engine:
         stats.num_plain_passes += len(tree) == first_drafted
         stats.drafted.update(tree.sources[first_drafted:])
         stats.accepted.update(tree.sources[row] for row in verdict.accepted if row >= first_drafted)
-        self.calibration.update(tree, verdict.accepted, first_drafted)
+        walked = [*(tree.token_ids[row] for row in verdict.accepted), verdict.last_token]
+        if draft.proposed is not None and tree.token_ids[1:first_drafted] == walked[: draft.num_provisional]:
+            self.calibration.update(draft.proposed, walked[draft.num_provisional :])
 
     def _observe(
         self, sequence: DecodingSequence, emitted: list[Emission], rows: list[int], logits: Tensor, hidden: Tensor

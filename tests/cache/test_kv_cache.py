@@ -187,6 +187,17 @@ def test_slots_of_a_new_region_hold_numbers() -> None:
     assert all(bool(slots_of(region).isfinite().all()) for region in regions)
 
 
+def test_wipe_leaves_nothing_to_the_next_owner() -> None:
+    cache = KVCache(shape())
+    other, region = filled(cache, [4, 5]), filled(cache, [1, float("nan"), 3])
+    write(region, [float("nan")])
+    cache.wipe(region)
+    assert region.length == 0
+    cache.free(region)
+    assert bool((slots_of(cache.allocate(1)) == 0).all())
+    assert committed(other) == [4, 5]
+
+
 def test_num_bytes_counts_every_pool() -> None:
     cache = KVCache(shape())
     cache.allocate(1)

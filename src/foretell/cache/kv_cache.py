@@ -140,6 +140,11 @@ class KVCache:
         assert 0 <= length <= region.length
         region.length = length
 
+    def wipe(self, region: Region) -> None:
+        """Forget all slots and zero them: NaN in one would reach whoever gets the region next, see `Pool`."""
+        region.length = 0
+        region.pool.tensor[:, region.index].zero_()
+
     def fork(self, region: Region) -> Region:
         """Return a copy of a region: same capacity, same committed slots."""
         copy = region.pool.add()

@@ -17,7 +17,7 @@ from foretell.drafters.drafter import Outcome, Proposal
 from foretell.engine.rows import Rows
 from foretell.engine.runner import MAX_ROWS, Runner
 from foretell.engine.sequence import TARGET, DecodingSequence, Emission, Request
-from foretell.errors import CapacityError, InputError
+from foretell.errors import CapacityError, InputError, NumericsError
 from foretell.hardware.budget import buy
 from foretell.hardware.profile import LatencyProfile
 from foretell.tree.pack import PackedTree, pack
@@ -245,7 +245,11 @@ class Engine:
                 return path[-1]  # nothing is emitted after an end, so no processor is asked (vllm#44006)
             return chooser.choose(logits[row], context + path if path else context)
 
-        verdict = match(draft.tree, choose)
+        try:
+            verdict = match(draft.tree, choose)
+        except NumericsError:
+            self.runner.cache.wipe(sequence.region)
+            raise
         self._count(sequence, draft, verdict)
         emitted = self._emit(sequence, draft, verdict, logits)
         num_kept = len(emitted)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from foretell.errors import ModelError
 from foretell.models.config import FULL, SLIDING, ModelConfig
 from foretell.models.decoder import RowBatch, write_rows
+from foretell.models.probe import WINDOW, tree_error
 from foretell.models.refusals import refuse_unsupported
 
 _ATTENTION: Final = ("sdpa", "eager")
@@ -30,14 +31,6 @@ _ATTENTION: Final = ("sdpa", "eager")
 
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _STRETCHING_ROPES: Final = ("dynamic", "longrope")
-
-_PROBE_SLOTS: Final = 512
-_PROBE_WINDOW: Final = 4
-_PROBE_PROMPT: Final = 12
-_PROBE_PARENTS: Final = (-1, 0, 0, 2, 1)
-"""Two branches below the root, their nodes in interleaved slots."""
-_STALE: Final = 10.0
-"""What unwritten slots hold during the probe: a row that sees one of them is far off."""
 
 
 class HFModel:
@@ -179,12 +172,25 @@ class _ShapeCache(_PassCache):
         return key_states, value_states
 
 
+class _Output:
+    """A decoder's output that holds the last hidden states [B, N, E] alone."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        """Return None for what some decoders add: their cache, router logits, cross attentions."""
+
+
 class _Given(nn.Module):
     """Stands in for a decoder: its output is the hidden states that it is given as embeddings."""
 
-    def forward(self, *args: object, inputs_embeds: Tensor, **kwargs: object) -> MoeModelOutputWithPast:
+    def forward(self, *args: object, inputs_embeds: Tensor, **kwargs: object) -> _Output:
         """Return `inputs_embeds` [B, N, E] as the last hidden states."""
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return _Output(inputs_embeds)
 
     @property
     def decoder(self) -> _Given:
@@ -318,88 +324,39 @@ def _reason(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
-# The probe
-
-
 @torch.inference_mode()
 def _probe(model: HFModel) -> None:
     """Compare a small tree, verified after a prefill in two chunks, with transformers' own passes over its paths.
 
-    A window is shortened to 4 positions meanwhile: masks of sliding layers that are not honoured would otherwise show
-    after thousands of tokens only.
+    A window is shortened meanwhile: masks of sliding layers that are not honoured would otherwise show after
+    thousands of tokens only.
 
     Raises:
         ModelError: logits differ by more than 1e-3 of their range (0.1 in 16 bits), or are not finite.
     """
-    token_ids = [(7 * index + 3) % model.config.vocab_size for index in range(_PROBE_PROMPT + len(_PROBE_PARENTS))]
-    with _short_window(model) as window:
-        rows = _tree_logits(model, token_ids, window)  # [N, V]
-        expected = torch.stack([_path_logits(model, token_ids, node) for node in range(len(_PROBE_PARENTS))])  # [N, V]
-    error = ((rows - expected).abs().max() / expected.abs().max()).item()
+    module, has_window = model.module, model.config.sliding_window is not None
+    with _short_window(module.config.get_text_config()) if has_window else nullcontext():
+        error = tree_error(model, WINDOW if has_window else None, partial(_path_logits, module))
     limit = 1e-3 if model.dtype.itemsize >= 4 else 0.1
     if not error <= limit:  # NaN is a failure too
         raise ModelError(
-            f"{type(model.module).__name__} does not honour an explicit mask with explicit positions (logits of a tree "
-            f"are off by {error:.2g} of their range, at most {limit:g} is allowed): use another model"
+            f"{type(module).__name__} does not honour an explicit mask with explicit positions (logits of a tree are "
+            f"off by {error:.2g} of their range, at most {limit:g} is allowed): use another model"
         )
 
 
 @contextmanager
-def _short_window(model: HFModel) -> Iterator[int | None]:
-    text, window = model.module.config.get_text_config(), model.config.sliding_window
-    if window is None:
-        yield None
-        return
-    text.sliding_window = _PROBE_WINDOW
+def _short_window(text: Any) -> Iterator[None]:
+    window = text.sliding_window
+    text.sliding_window = WINDOW
     try:
-        yield _PROBE_WINDOW
+        yield
     finally:
         text.sliding_window = window
 
 
-def _path_logits(model: HFModel, token_ids: list[int], node: int) -> Tensor:
-    """Return the logits [V] that transformers itself gives after the prompt and the path to a node."""
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, token_ids[_PROBE_PROMPT + node])
-        node = _PROBE_PARENTS[node]
-    inputs = torch.tensor([token_ids[:_PROBE_PROMPT] + path], device=model.device)  # [1, T]
-    logits: Tensor = model.module(input_ids=inputs, use_cache=False).logits[0, -1]  # [V]
-    return logits.float()
-
-
-def _tree_logits(model: HFModel, token_ids: list[int], window: int | None) -> Tensor:
-    """Return the logits [N, V] of the probe's tree."""
-    config, first_chunk = model.config, _PROBE_PROMPT - 4
-    shape = (1, 2 * config.num_kv_heads, _PROBE_SLOTS, config.head_dim)
-    stale = torch.full(shape, _STALE, dtype=model.dtype, device=model.device)
-    keys_values = [stale.clone() for _ in range(config.num_layers)]
-    chain = list(range(-1, _PROBE_PROMPT - 1))
-    parents = chain + [parent + _PROBE_PROMPT if parent >= 0 else chain[-1] + 1 for parent in _PROBE_PARENTS]
-    hidden = torch.empty(0)
-    for start, stop in ((0, first_chunk), (first_chunk, _PROBE_PROMPT), (_PROBE_PROMPT, len(token_ids))):
-        batch = _probe_batch(model, token_ids, parents, range(start, stop), window)
-        hidden = model.forward(batch, keys_values)  # [N, E]
-    return model.logits(hidden).float()
-
-
-def _probe_batch(model: HFModel, token_ids: list[int], parents: list[int], rows: range, window: int | None) -> RowBatch:
-    """Return the pass over these nodes of a tree in which a node's slot is its number."""
-    bias = torch.full((1, 1, len(rows), _PROBE_SLOTS), -torch.inf)
-    local_bias, positions = bias.clone(), []
-    for index, row in enumerate(rows):
-        path, node = [], row
-        while node >= 0:
-            path.append(node)
-            node = parents[node]
-        positions.append(len(path) - 1)
-        bias[0, 0, index, path] = 0
-        local_bias[0, 0, index, path[:window]] = 0
-    return RowBatch(
-        token_ids=torch.tensor([token_ids[rows.start : rows.stop]], device=model.device),
-        positions=torch.tensor([positions], device=model.device),
-        last_position=max(positions),
-        slots=torch.tensor([list(rows)], device=model.device),
-        bias=bias.to(model.device, model.dtype),
-        local_bias=None if window is None else local_bias.to(model.device, model.dtype),
-    )
+def _path_logits(module: Any, token_ids: list[int]) -> Tensor:
+    """Return the logits [V] that transformers itself gives after these tokens."""
+    inputs = torch.tensor([token_ids], device=module.device)  # [1, T]
+    logits: Tensor = module(input_ids=inputs, use_cache=False).logits  # [1, T, V]
+    return logits[0, -1]

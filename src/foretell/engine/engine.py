@@ -38,9 +38,10 @@ class _Draft:
 
     tree: PackedTree
     num_provisional: int
-    draft_s: float
+    expected_s: float
+    """What drafting took and the pass is expected to take."""
     plain_s: float
-    """What a pass without drafts is expected to take."""
+    """What a pass of the root alone is expected to take."""
     proposed: TokenTree | None
     """What the drafter proposed below the provisional tokens, as it estimated it; None when it was not asked."""
 
@@ -126,11 +127,10 @@ class Engine:
         Raises:
             NumericsError: the model's logits hold NaN, or no token is left to choose from.
         """
-        started_s = self._clock()
-        drafts = {id(sequence): self._draft(sequence, len(sequences)) for sequence in sequences}
+        drafts = {id(sequence): self._draft(sequence) for sequence in sequences}
         emissions: dict[int, list[Emission]] = {}
         for group in self._groups(sequences):
-            self._pass(group, [drafts[id(sequence)] for sequence in group], emissions, started_s)
+            self._pass(group, [drafts[id(sequence)] for sequence in group], emissions)
         return [emissions[id(sequence)] for sequence in sequences]
 
     def finish(self, sequence: DecodingSequence) -> None:
@@ -147,13 +147,12 @@ class Engine:
 
     # Propose and buy
 
-    def _draft(self, sequence: DecodingSequence, num_sequences: int) -> _Draft:
+    def _draft(self, sequence: DecodingSequence) -> _Draft:
         """Return the rows to verify: the root, tokens to compute again, and the drafts worth their time."""
         started_s = self._clock()
         curve = self._curve(sequence.region.length)
         tree = _provisional_tree(sequence)
         num_certain = len(tree)
-        plain_s = curve[num_certain - 1]
         max_depth = self._max_depth(sequence)
         proposed = None
         if max_depth >= num_certain and len(curve) > num_certain and sequence.gate.is_open():
@@ -168,7 +167,13 @@ class Engine:
             tree = prune(tree, max_depth + 1)
         draft_s = self._clock() - started_s
         sequence.stats.draft_s += draft_s
-        return _Draft(pack(tree), min(num_certain, len(tree)) - 1, draft_s, plain_s, proposed)
+        return _Draft(
+            tree=pack(tree),
+            num_provisional=min(num_certain, len(tree)) - 1,
+            expected_s=draft_s + curve[len(tree) - 1],
+            plain_s=curve[0],
+            proposed=proposed,
+        )
 
     def _propose(self, sequence: DecodingSequence, num_ahead: int, max_depth: int, max_rows: int) -> TokenTree:
         """Return what the drafter proposes below the root and `num_ahead` provisional tokens."""
@@ -219,7 +224,6 @@ class Engine:
         group: list[DecodingSequence],
         drafts: list[_Draft],
         emissions: dict[int, list[Emission]],
-        started_s: float,
     ) -> None:
         rows = [
             Rows(sequence.region, draft.tree.token_ids, draft.tree.depths, draft.tree.mask())
@@ -231,7 +235,7 @@ class Engine:
         for index, (sequence, draft) in enumerate(zip(group, drafts, strict=True)):
             sequence.stats.forward_s += forward_s
             emissions[id(sequence)] = self._settle(sequence, draft, output.logits[index], output.hidden[index])
-            self._record_time(sequence, draft, started_s, len(emissions[id(sequence)]))
+            self._record_time(sequence, draft, len(emissions[id(sequence)]))
 
     # Verify, commit, emit
 
@@ -319,7 +323,7 @@ class Engine:
         )
         drafter.observe(outcome)
 
-    def _record_time(self, sequence: DecodingSequence, draft: _Draft, started_s: float, num_emitted: int) -> None:
+    def _record_time(self, sequence: DecodingSequence, draft: _Draft, num_emitted: int) -> None:
         now_s, stats = self._clock(), sequence.stats
         if sequence.first_token_at_s is None:
             sequence.first_token_at_s = now_s
@@ -327,8 +331,9 @@ class Engine:
             stats.num_first_tokens = num_emitted
         stats.decode_s = now_s - sequence.first_token_at_s
         stats.tokens_per_pass_counts[num_emitted] += 1
-        if len(draft.tree) > 1 + draft.num_provisional:
-            sequence.gate.record(num_emitted, now_s - started_s, draft.plain_s)
+        if draft.proposed is not None or draft.num_provisional > 0:
+            # Expected seconds, not this pass's own: other work on the machine must not speak against drafting.
+            sequence.gate.record(num_emitted, draft.expected_s, draft.plain_s)
 
 
 def _provisional_tree(sequence: DecodingSequence) -> TokenTree:

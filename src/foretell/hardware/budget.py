@@ -69,7 +69,7 @@ class DraftGate:
         return True
 
     def record(self, num_tokens: int, step_s: float, plain_s: float) -> None:
-        """Take in a step that drafted: it emitted `num_tokens` in `step_s`, a plain pass takes `plain_s`."""
+        """Take in a step that drafted: `num_tokens` emitted at the price of `step_s`; a plain pass costs `plain_s`."""
         self._gain += num_tokens - step_s / plain_s
         self._num_seen += 1
         if self._gain > 0 and self._pause:

@@ -5,6 +5,7 @@ Each fast path here has a plain twin: `PackedLinear` falls back to `F.linear`, a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -55,6 +56,13 @@ class PackedLinear:
             return F.linear(rows, self.weight, self.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")  # [M, out]
         return out
+
+    def unpacked(self) -> PackedLinear:
+        """Return the same layer with a plain weight, for compilers that pack it themselves."""
+        plain = copy.copy(self)
+        if self.packed is not None:
+            plain.weight, plain.packed = self.packed.to_dense(), None
+        return plain
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,222 @@
+"""Passes compiled ahead of time for a few row counts, kept on disk between runs.
+
+A package holds a packed copy of the weights, so buckets are few. The prompt is still read by the eager model: plain
+and accelerated decoding share that part, and never mix the two within their decode passes.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from foretell.cache.kv_cache import BLOCK
+from foretell.engine.runner import PassOutput
+from foretell.errors import CompileError
+from foretell.models.decoder import Model, RowBatch
+from foretell.models.layers import PackedLinear, RopeAngles
+
+BUCKETS: Final = (4, 8, 16)
+"""Row counts that are compiled; a pass is padded to the next one."""
+
+Notify = Callable[[str], None]
+
+
+class CompiledPasses:
+    """Compiled passes by row count; each takes one sequence.
+
+    Args:
+        packages: loaded AOTInductor packages by row count.
+        model: looks up embeddings, so that packages hold no copy of them.
+        num_bytes: size of the packages on disk, about what they add to memory.
+    """
+
+    def __init__(self, packages: dict[int, Any], model: Model, num_bytes: int) -> None:
+        self._packages, self._model, self.num_bytes = packages, model, num_bytes
+
+    @property
+    def buckets(self) -> Sequence[int]:
+        """Compiled row counts, ascending."""
+        return sorted(self._packages)
+
+    def num_rows(self, num_rows: int) -> int | None:
+        """Return the smallest bucket that holds `num_rows`, None where there is none."""
+        return next((bucket for bucket in self.buckets if bucket >= num_rows), None)
+
+    def __call__(self, batch: RowBatch, keys_values: Tensor) -> PassOutput:
+        """Run a batch of one sequence whose rows fill a bucket."""
+        package = self._packages[batch.num_rows]
+        hidden, logits = package(*_arguments(self._model, batch, keys_values))  # [N, E], [N, V]
+        return PassOutput(hidden[None], logits[None])
+
+
+def load_compiled(
+    model: Model, name: str, cache: Path, *, context_tokens: int, notify: Notify | None = None
+) -> CompiledPasses:
+    """Load the compiled passes of a model, compiling what is missing.
+
+    Args:
+        model: the eager model, whose embedding the passes share.
+        name: of the model, for the folder.
+        cache: where packages are kept.
+        context_tokens: positions that the passes must handle.
+        notify: called with one line before each compilation.
+
+    Raises:
+        CompileError: there is no C++ compiler, compilation fails, or the packages cannot be stored.
+
+    Cost: 40 to 70 s and about the weights' size on disk for each bucket, once.
+    """
+    if model.device.type != "cpu":
+        raise CompileError(f"`compile` works on CPUs, the model is on {model.device}: drop it")
+    home = cache / f"{name}-{_key(model, context_tokens)}"
+    packages, num_bytes = {}, 0
+    for bucket in BUCKETS:
+        path = home / f"rows-{bucket}.pt2"
+        if not path.is_file():
+            if notify is not None:
+                notify(f"compiling passes of {bucket} rows, about a minute, once")
+            _build(model, bucket, context_tokens, path)
+        packages[bucket] = torch._inductor.aoti_load_package(str(path))
+        num_bytes += path.stat().st_size
+    return CompiledPasses(packages, model, num_bytes)
+
+
+class _PassModule(torch.nn.Module):
+    """A decoder's pass as a function of tensors, for export."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        bias: Tensor,
+        local_bias: Tensor | None,
+        *keys_values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        num_slots = bias.shape[-1]
+        batch = RowBatch(
+            token_ids=positions,
+            positions=positions,
+            last_position=0,
+            slots=slots,
+            bias=bias,
+            local_bias=local_bias,
+            embeddings=embeddings,
+        )
+        hidden = self.decoder.forward(batch, [layer[:, :, :num_slots] for layer in keys_values])
+        return hidden, self.decoder.logits(hidden)
+
+
+def _arguments(model: Model, batch: RowBatch, keys_values: Tensor) -> tuple[Any, ...]:
+    return (
+        model.embed(batch),  # [N, E]
+        batch.positions,
+        batch.slots,
+        batch.bias,
+        batch.local_bias,
+        *keys_values.unbind(0),  # [1, 2 * G, C, D] each
+    )
+
+
+def _key(model: Model, context_tokens: int) -> str:
+    from foretell import __version__
+    from foretell.provenance import cpu_model
+
+    facts = {
+        "config": repr(model.config),
+        "num_bytes": model.num_bytes,
+        "dtype": str(model.dtype),
+        "context": context_tokens,
+        "threads": torch.get_num_threads(),
+        "cpu": cpu_model(),
+        "torch": torch.__version__,
+        "foretell": __version__,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _build(model: Model, num_rows: int, context_tokens: int, path: Path) -> None:
+    """Compile a pass of `num_rows` and move it into place whole."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("c++") is None:
+        raise CompileError("`compile` needs a C++ compiler and found none: install g++, or drop `compile`")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            built = Path(scratch) / path.name
+            _compile(model, num_rows, context_tokens, built)
+            built.replace(path)
+    except OSError as error:
+        raise CompileError(f"compiled passes cannot be stored in {path.parent}: {error.strerror}") from None
+    except CompileError:
+        raise
+    except Exception as error:  # inductor raises many kinds
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CompileError(f"compiling {path.name} failed ({reason[:200]}): drop `compile`") from error
+
+
+@torch.no_grad()
+def _compile(model: Model, num_rows: int, context_tokens: int, path: Path) -> None:
+    """Export the pass with plain weights, which inductor freezes and packs itself, and compile it."""
+    config = model.config
+    num_slots, num_folded = 2 * BLOCK, config.num_heads // config.num_kv_heads * num_rows
+    positions = torch.arange(num_rows)[None]  # [1, N]
+    bias = torch.zeros(1, 1, num_folded, num_slots, dtype=model.dtype)  # [1, 1, H/G * N, S]
+    local_bias = bias.clone() if config.sliding_window is not None else None
+    shape = (1, 2 * config.num_kv_heads, 2 * num_slots, config.head_dim)
+    keys_values = [torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_layers)]  # [1, 2 * G, C, D]
+    embeddings = torch.zeros(num_rows, config.hidden_size, dtype=model.dtype)  # [N, E]
+    seen = {3: BLOCK * torch.export.Dim("blocks", min=1, max=4096)}
+    held = {2: BLOCK * torch.export.Dim("capacity", min=1, max=4096)}
+    exported = torch.export.export(
+        _PassModule(_plain(model, context_tokens)).eval(),
+        (embeddings, positions, positions.clone(), bias, local_bias, *keys_values),
+        dynamic_shapes=(
+            None,
+            None,
+            None,
+            seen,
+            None if local_bias is None else seen,
+            tuple(held for _ in keys_values),
+        ),
+        strict=False,
+    )
+    torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(path), inductor_configs={"freezing": True}
+    )
+
+
+def _plain(model: Any, context_tokens: int) -> Any:
+    """Return a copy of a decoder whose linear layers hold plain weights and whose angles reach the whole context."""
+    plain = copy.copy(model)
+    for name, value in vars(model).items():
+        if isinstance(value, RopeAngles):
+            value.reserve(context_tokens)
+        elif isinstance(value, PackedLinear):
+            setattr(plain, name, value.unpacked())
+        elif isinstance(value, list):
+            setattr(plain, name, [_plain_layer(layer) for layer in value])
+    return plain
+
+
+def _plain_layer(layer: Any) -> Any:
+    linears = {
+        field.name: getattr(layer, field.name).unpacked()
+        for field in dataclasses.fields(layer)
+        if isinstance(getattr(layer, field.name), PackedLinear)
+    }
+    return dataclasses.replace(layer, **linears)

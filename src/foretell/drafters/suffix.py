@@ -40,14 +40,14 @@ class SuffixDrafter:
         self._learn(prompt_ids)
 
     def propose(self, proposal: Proposal) -> TokenTree:
-        text, corpus = self._text.tail(), self._quote
+        text, quote = self._text.tail(), self._quote
         for token_id in proposal.ahead:
             text = self._text.step(text, token_id)
         if self._corpus is None:
             return grow(proposal, text, self._expand_text, self.name, self._eos_ids)
         for token_id in proposal.ahead:
-            corpus = self._corpus.step(corpus, token_id)
-        return grow(proposal, (text, corpus), self._expand_both, self.name, self._eos_ids)
+            quote = self._corpus.step(quote, token_id)
+        return grow(proposal, (text, quote), self._expand_both, self.name, self._eos_ids)
 
     def observe(self, outcome: Outcome) -> None:
         self._learn(outcome.token_ids)

@@ -210,6 +210,26 @@ def test_a_missing_weight_is_named(name: str, tiny: Tiny, tmp_path: Path) -> Non
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "tensor"),
+    [
+        ("llama-gqa", "vocab_size", "embed_tokens"),
+        ("qwen3", "head_dim", "q_proj"),
+        ("llama-gqa", "num_key_value_heads", "k_proj"),
+        ("gemma3", "intermediate_size", "up_proj"),
+        ("gpt2", "n_positions", "wpe"),
+    ],
+)
+def test_weights_of_another_model_are_refused(name: str, field: str, tensor: str, tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny(name)
+    raw = json.loads((model.folder / "config.json").read_text())
+    shutil.copy(model.folder / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {field: 2 * raw[field]}))
+    with pytest.raises(ModelError, match=tensor) as caught:
+        load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+
+
 def test_gemma_refuses_capped_attention(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gemma3")
     raw = json.loads((model.folder / "config.json").read_text()) | {"attn_logit_softcapping": 50.0}

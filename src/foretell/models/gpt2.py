@@ -50,11 +50,12 @@ class GPT2:
         device: where the weights go.
 
     Raises:
-        ModelError: a weight is missing.
+        ModelError: a weight is missing or has another shape.
     """
 
     def __init__(self, config: ModelConfig, reader: WeightReader, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        reader.expect(_shapes(config))
         self._activation = ACTIVATIONS[config.hidden_act]
         self.layers = [self._read_layer(reader, f"transformer.h.{index}.") for index in range(config.num_layers)]
         self.norm = self._read_norm(reader, "transformer.ln_f")
@@ -120,3 +121,14 @@ class GPT2:
         )
         reader.release()
         return layer
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that tell whether weights and configuration belong together."""
+    width = config.hidden_size
+    return {
+        "transformer.wte.weight": (config.vocab_size, width),
+        "transformer.wpe.weight": (config.max_positions, width),
+        "transformer.h.0.attn.c_attn.weight": (width, 3 * width),
+        "transformer.h.0.mlp.c_fc.weight": (width, config.intermediate_size),
+    }

@@ -40,7 +40,7 @@ class Llama:
         device: where the weights go.
 
     Raises:
-        ModelError: a weight is missing.
+        ModelError: a weight is missing or has another shape.
     """
 
     mlp_norm_name: ClassVar = "post_attention_layernorm"
@@ -48,6 +48,7 @@ class Llama:
 
     def __init__(self, config: ModelConfig, reader: WeightReader, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        reader.expect(_shapes(config))
         self._activation = ACTIVATIONS[config.hidden_act]
         assert config.rope_theta is not None
         self._rope = RopeAngles(
@@ -135,3 +136,14 @@ class Llama:
         )
         reader.release()
         return layer
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that tell whether weights and configuration belong together."""
+    width, head_dim = config.hidden_size, config.head_dim
+    return {
+        "model.embed_tokens.weight": (config.vocab_size, width),
+        "model.layers.0.self_attn.q_proj.weight": (config.num_heads * head_dim, width),
+        "model.layers.0.self_attn.k_proj.weight": (config.num_kv_heads * head_dim, width),
+        "model.layers.0.mlp.up_proj.weight": (config.intermediate_size, width),
+    }

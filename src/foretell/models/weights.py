@@ -73,6 +73,19 @@ class WeightReader:
         found = self._require(name)
         return tuple(self._open(self._paths[found]).get_slice(found).get_shape())
 
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare tensors' shapes with those that the configuration gives.
+
+        Raises:
+            ModelError: a tensor is missing or has another shape.
+        """
+        for name, expected in shapes.items():
+            if (shape := self.shape(name)) != expected:
+                raise ModelError(
+                    f"{self._folder}: {name} is {list(shape)} where config.json makes it {list(expected)}: "
+                    "the two files belong to different models"
+                )
+
     def release(self) -> None:
         """Unmap the files, so that the pages read so far leave the process. The next `get` maps them again."""
         self._handles.clear()

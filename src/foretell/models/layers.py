@@ -131,11 +131,11 @@ def rope_table(num_positions: int, dim: int, theta: float, scaling: Mapping[str,
 
     Source: RoFormer, arXiv:2104.09864; `llama3` scaling as published with Llama 3.1.
     """
-    inverse = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # [D/2]
+    # All in float32, as transformers does: frequencies from float64 turn angles by 0.0005 at position 30,000.
+    inverse = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [D/2]
     if scaling is not None:
         inverse = _scale_frequencies(inverse, scaling)
-    # float32 product as in transformers: at position 8,000 a float64 product differs in the last bits.
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse.float())  # [P, D/2]
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)  # [P, D/2]
     cos, sin = angles.cos(), angles.sin()  # [P, D/2]
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)  # [P, 2, D]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,7 @@ import torch
 from foretell.cache.kv_cache import Region
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import make_drafter
+from foretell.drafters.corpus import Corpus
 from foretell.engine.engine import Engine
 from foretell.engine.measure import quick_profile
 from foretell.engine.runner import Runner
@@ -57,6 +58,7 @@ class LLM:
         drafter: who proposes, unless a request says otherwise; see `foretell.drafters.catalog`.
         context_tokens: longest sequence; None is the model's own limit.
         corpus: UTF-8 text that the suffix drafter may quote.
+        notify: called with one line before something that takes long: a download, a conversion, a compilation.
 
     Raises:
         ModelError: the model cannot be found, read, or is of a kind that is refused.
@@ -75,12 +77,13 @@ class LLM:
         drafter: str = "all",
         context_tokens: int | None = None,
         corpus: Path | None = None,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
         _set_threads(threads)
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
         make_drafter(drafter, eos_ids=frozenset(), corpus=())  # an unknown name is told before anything is loaded
-        files = resolve(model)
+        files = resolve(model, notify=notify)
         self.tokenizer = Tokenizer.load(files.folder)
         model_ = load_model(files.folder, dtype=torch_dtype, device=torch_device)
         self.config: ModelConfig = model_.config
@@ -92,7 +95,13 @@ class LLM:
         if compile:
             from foretell.engine.compiled import load_compiled
 
-            compiled = load_compiled(model_, files, cache_home() / "compiled")
+            compiled = load_compiled(
+                model_,
+                files.folder.name,
+                cache_home() / "compiled",
+                context_tokens=self.config.max_positions,
+                notify=notify,
+            )
         runner = Runner(model_, _context_tokens(context_tokens, self.config.max_positions), compiled)
         self.profile_store = ProfileStore(cache_home() / "profiles")
         self.profile_key = profile_key(files, model_, is_compiled=compile)
@@ -375,16 +384,16 @@ def _context_tokens(asked: int | None, limit: int) -> int:
     return asked
 
 
-def _read_corpus(path: Path | None, tokenizer: Tokenizer) -> Sequence[Sequence[int]]:
+def _read_corpus(path: Path | None, tokenizer: Tokenizer) -> Corpus:
     if path is None:
-        return ()
+        return Corpus([])
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InputError(f"corpus {path} is not UTF-8 text: convert it first") from None
     except OSError as error:
         raise InputError(f"corpus {path} cannot be read: {error.strerror}") from None
-    return [tokenizer.encode(text, add_special_tokens=False)]
+    return Corpus([tokenizer.encode(text, add_special_tokens=False)])
 
 
 def _generation_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:

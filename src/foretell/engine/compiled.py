@@ -195,9 +195,7 @@ def _compile(model: Model, num_rows: int, context_tokens: int, path: Path) -> No
         ),
         strict=False,
     )
-    torch._inductor.aoti_compile_and_package(
-        exported, package_path=str(path), inductor_configs={"freezing": True}
-    )
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs={"freezing": True})
 
 
 def _plain(model: Any, context_tokens: int) -> Any:

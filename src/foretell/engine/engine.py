@@ -28,6 +28,9 @@ from foretell.verify.match import Verdict, match
 PREFILL_ROWS = 256
 """Rows of a prefill chunk."""
 
+MAX_DRAFT_NODES = 24
+"""Most nodes that a drafter is asked for; more cost host time and hardly ever get bought."""
+
 CommitPolicy = Literal["canonical", "copy"]
 """`canonical`: only rows of the first chain commit, bit for bit as plain decoding; `copy`: all accepted rows do."""
 
@@ -181,7 +184,7 @@ class Engine:
         proposal = Proposal(
             root=sequence.token_ids[-1],
             ahead=tuple(sequence.provisional[:num_ahead]),
-            max_nodes=max_rows - 1 - num_ahead,
+            max_nodes=min(max_rows - 1 - num_ahead, MAX_DRAFT_NODES),
             max_depth=max_depth - num_ahead,
             seed=request.sampling_seed,
         )

@@ -47,34 +47,35 @@ def buy(log_accept: Sequence[float], pass_s: Sequence[float], draft_s: float, nu
 class DraftGate:
     """Stops asking a drafter that does not pay, and asks again now and then.
 
-    Drafting is judged over a window of steps by what it brought: tokens per second measured against what plain
-    passes would have brought. While closed, every `pause`-th step still drafts; each failure doubles the pause.
+    Every step that asked, or emitted what an earlier one had accepted, is booked in plain passes: its tokens less its
+    time. The gate closes when the account is `max_loss` in the red. Now and then a step asks nevertheless: if that
+    pays, the gate opens; if not, the next one comes when the cost has become `probe_share` of the steps since.
     """
 
+    max_loss: float = 2.0
+    max_credit: float = 4.0
+    """What past success can pay for: a drafter that stops hitting is closed after this and `max_loss`."""
+    probe_share: float = 0.01
     max_pause: int = 64
-    window: int = 8
+    _account: float = 0.0
+    _is_closed: bool = False
     _pause: int = 0
-    _skipped: int = 0
-    _gain: float = 0.0
-    _num_seen: int = 0
+    """Steps until the next one that asks."""
 
     def is_open(self) -> bool:
         """Return whether this step should draft; counts the steps that do not."""
         if self._pause == 0:
             return True
-        self._skipped += 1
-        if self._skipped <= self._pause:
-            return False
-        self._skipped = 0
-        return True
+        self._pause -= 1
+        return False
 
     def record(self, num_tokens: int, step_s: float, plain_s: float) -> None:
-        """Take in a step that drafted: `num_tokens` emitted at the price of `step_s`; a plain pass costs `plain_s`."""
-        self._gain += num_tokens - step_s / plain_s
-        self._num_seen += 1
-        if self._gain > 0 and self._pause:
-            self._pause, self._num_seen, self._gain = 0, 0, 0.0
-        elif self._num_seen >= (self.window if self._pause == 0 else 1):
-            if self._gain < 0:
-                self._pause = min(self.max_pause, max(4, 2 * self._pause))
-            self._num_seen, self._gain = 0, 0.0
+        """Take in a step: `num_tokens` emitted at the price of `step_s`; a plain pass costs `plain_s`."""
+        gain = num_tokens - step_s / plain_s
+        if self._is_closed and gain >= 0:
+            self._account, self._is_closed = 0.0, False
+        self._account = min(self.max_credit, self._account + gain)
+        if self._account <= -self.max_loss:
+            self._is_closed = True
+        if self._is_closed:
+            self._pause = min(self.max_pause, math.ceil(-gain / self.probe_share))

@@ -9,7 +9,7 @@ import pytest
 import foretell as package
 from foretell.cli.options import DecodingOptions, EngineOptions, SamplingOptions
 
-from .conftest import Foretell
+from .conftest import SOURCE, Foretell
 
 COMMANDS = ["generate", "chat", "demo", "tune", "bench", "doctor"]
 
@@ -111,3 +111,11 @@ def test_temperature_zero_drops_the_default_filters() -> None:
 def test_each_level_of_options_adds_to_the_one_above() -> None:
     names = [options.__dataclass_fields__.keys() for options in (EngineOptions, SamplingOptions, DecodingOptions)]
     assert names[0] < names[1] < names[2]
+
+
+def test_help_and_readme_name_every_drafter() -> None:
+    from foretell.drafters.catalog import DRAFTERS
+
+    for document in ("docs/cli.md", "README.md"):
+        text = (SOURCE.parent / document).read_text(encoding="utf-8")
+        assert not [name for name in DRAFTERS if name not in text]

@@ -29,7 +29,7 @@ QUESTION: Final = (
     "at dawn, and once a month an engineer walks up with a bag of tools. On clear nights, fishermen can still see its "
     "light from forty kilometres away."
 )
-STYLES: Final = {"target": "default", "lookup": "green", "suffix": "cyan", "ngram": "yellow"}
+STYLES: Final = {"target": "default", "lookup": "green", "suffix": "cyan", "ngram": "blue", "recycle": "yellow"}
 OTHER_STYLE: Final = "magenta"
 NUM_ROUNDS: Final = 3
 

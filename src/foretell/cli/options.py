@@ -79,7 +79,7 @@ class EngineOptions:
         from foretell.cli.terminal import progress
         from foretell.llm import LLM
 
-        with progress("loading the model"):
+        with progress("loading the model") as notify:
             return LLM(
                 self.model,
                 dtype=self.dtype,
@@ -89,6 +89,7 @@ class EngineOptions:
                 drafter=drafter,
                 context_tokens=self.context_tokens,
                 corpus=self.corpus,
+                notify=notify,
             )
 
 
@@ -159,7 +160,7 @@ class DecodingOptions(SamplingOptions):
     """Sampling options, and one drafter."""
 
     drafter: Annotated[
-        str, typer.Option(help="Who proposes: none, lookup, suffix, ngram, or all.", rich_help_panel=MODEL)
+        str, typer.Option(help="Who proposes: none, lookup, suffix, ngram, recycle, or all.", rich_help_panel=MODEL)
     ] = "all"
 
 

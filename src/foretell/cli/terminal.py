@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def progress(message: str) -> Iterator[None]:
-    """Show that something is being waited for, where somebody is watching."""
+def progress(message: str) -> Iterator[Callable[[str], None]]:
+    """Show that something is being waited for, where somebody is watching; what is yielded says more, in one line."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda text: note(f"foretell: {text}")
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(f"{message} …"):
-        yield
+    console = Console(stderr=True, highlight=False, markup=False)
+    with console.status(f"{message} …"):
+        yield console.print
 
 
 def note(text: str = "") -> None:

@@ -73,6 +73,7 @@ def tune(
         exactness = compare_rows(runner, _test_text(llm, prompts))
     with progress("decoding the built-in prompts plainly and with drafts"):
         verdict = _calibrate(llm, profile, prompts)
+    compiled_bytes = runner.compiled.num_bytes if runner.compiled is not None else 0
     profile = replace(
         profile,
         is_bit_exact=exactness.is_bit_exact,
@@ -88,12 +89,16 @@ def tune(
                 "profile": profile.to_json(),
                 "exactness": asdict(exactness),
                 "verdict": asdict(verdict) | {"speedup": verdict.speedup},
+                "compiled_bytes": compiled_bytes,
                 "file": str(file),
                 "provenance": provenance(),
             }
         )
     else:
-        _print_report(profile, exactness, verdict, file)
+        _print_report(profile, exactness, verdict)
+        if compiled_bytes:
+            print(f"compiled passes take {compiled_bytes / 1e6:.0f} MB on disk, and about as much more memory")
+        print(f"kept in {file}")
 
 
 def _prompts(llm: LLM) -> list[list[int]]:
@@ -141,7 +146,7 @@ def _tokens_per_s(all_stats: Sequence[Stats]) -> float:
     return sum(stats.num_output_tokens - 1 for stats in all_stats) / decode_s if decode_s > 0 else 0.0
 
 
-def _print_report(profile: LatencyProfile, exactness: Exactness, verdict: Verdict, file: Path) -> None:
+def _print_report(profile: LatencyProfile, exactness: Exactness, verdict: Verdict) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -155,7 +160,6 @@ def _print_report(profile: LatencyProfile, exactness: Exactness, verdict: Verdic
         )
     console.print(f"outputs that differ from plain decoding: {verdict.num_different_outputs}")
     console.print(f"{verdict.sentence()} ({verdict.tokens_per_pass:.2f} tokens per pass on the built-in prompts)")
-    console.print(f"kept in {file}", soft_wrap=True)
 
 
 def _curve_table(profile: LatencyProfile) -> Table:

@@ -59,6 +59,7 @@ def tune(
     """Measure T(N), test bit-exactness, calibrate acceptance, and keep it all for this model on this machine."""
     from foretell.cli.documents import print_document
     from foretell.cli.terminal import note_settings, progress
+    from foretell.engine.compiled import CompiledPasses
     from foretell.engine.measure import compare_rows, measure_profile
     from foretell.provenance import provenance
 
@@ -73,7 +74,8 @@ def tune(
         exactness = compare_rows(runner, _test_text(llm, prompts))
     with progress("decoding the built-in prompts plainly and with drafts"):
         verdict = _calibrate(llm, profile, prompts)
-    compiled_bytes = runner.compiled.num_bytes if runner.compiled is not None else 0
+    compiled = runner.compiled
+    compiled_bytes = compiled.num_bytes if isinstance(compiled, CompiledPasses) else 0
     profile = replace(
         profile,
         is_bit_exact=exactness.is_bit_exact,

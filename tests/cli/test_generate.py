@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,18 @@ def test_demo_compares_with_plain_decoding(foretell: Foretell, tiny_model: Path)
         assert part in result.stdout
     assert result.stdout.endswith("identical: yes\n")
     assert "\x1b[3" not in result.stdout
+
+
+def test_interrupting_is_code_130(home: Path, tiny_model: Path) -> None:
+    args = ["generate", "--model", str(tiny_model), "--dtype", "float32", "--max-new-tokens", "1900", "--raw", "x"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "foretell", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=cli_environment(home),
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, b"")

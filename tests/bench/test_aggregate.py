@@ -151,7 +151,9 @@ def test_json_row_has_exactly_the_documented_keys() -> None:
 
 
 def test_report_figures() -> None:
-    counted = measurement(9, 2.0, tokens_per_pass_counts={2: 4}, num_rows=12, num_passes=4, forward_s=1.5)
+    counted = measurement(
+        9, 2.0, tokens_per_pass_counts={2: 4}, num_rows=12, num_passes=4, forward_s=1.5, ttft_s=0.4, prefill_s=0.4
+    )
     summaries = summarise_prompts([round_of(0, plain=measurement(9, 1.0), all=counted)])
     assert pass_counts(summaries["all"]) == {2: 4}
     assert rows_per_pass(summaries["all"]) == 3.0

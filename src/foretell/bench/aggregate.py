@@ -114,10 +114,10 @@ def pass_counts(summaries: Sequence[PromptSummary]) -> Counter[int]:
 
 
 def forward_share(summaries: Sequence[PromptSummary]) -> float | None:
-    """Return the share of decode time that target passes took; None where an arm does not report it."""
+    """Return the share of the time after prefill that target passes took; None where an arm does not report it."""
     runs = [run for run in _runs(summaries) if run.forward_s is not None]
-    decode_s = sum(run.decode_s for run in runs)
-    return sum(run.forward_s or 0.0 for run in runs) / decode_s if decode_s > 0 else None
+    total_s = sum(run.ttft_s - (run.prefill_s or 0.0) + run.decode_s for run in runs)
+    return sum(run.forward_s or 0.0 for run in runs) / total_s if total_s > 0 else None
 
 
 def rows_per_pass(summaries: Sequence[PromptSummary]) -> float | None:

@@ -6,7 +6,8 @@ import importlib.util
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -114,7 +115,8 @@ class TransformersModel:
             torch.set_num_threads(threads)
 
         loader: Any = AutoModelForCausalLM  # its stated types differ from what it takes
-        model: Any = loader.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+        with _no_progress_bar():
+            model = loader.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return cls(model=model.to(device).eval(), tokenizer=tokenizer)
 
@@ -274,6 +276,22 @@ class LlamaCppArm:
             num_passes=len(token_ids) - 1,
             tokens_per_pass_counts={1: len(token_ids) - 1},
         )
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers' bar off the terminal while ours is on it."""
+    from transformers.utils import logging as their_logging
+
+    logging: Any = their_logging  # it states no types
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _llama_cpp_options(sampling: SamplingParams) -> dict[str, float]:

@@ -18,7 +18,7 @@ from foretell.bench.settings import EngineSettings
 from foretell.bench.suites import load_suite
 from foretell.params import SamplingParams
 
-NUM_TOKENS: Final = 64
+NUM_TOKENS: Final = 32
 
 
 def main(args: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from foretell.drafters.catalog import make_drafter
 from foretell.drafters.corpus import Corpus
 from foretell.engine.engine import Engine
 from foretell.engine.measure import quick_profile
-from foretell.engine.runner import Runner
+from foretell.engine.runner import CompiledPass, Runner
 from foretell.engine.sequence import DecodingSequence, Request
 from foretell.errors import ConfigError, InputError
 from foretell.hardware.profile import LatencyProfile
@@ -91,6 +91,7 @@ class LLM:
         self.drafter = drafter
         self._source = files.source
         self._corpus = _read_corpus(corpus, self.tokenizer)
+        max_tokens = _context_tokens(context_tokens, self.config.max_positions)
         compiled = None
         if compile:
             from foretell.engine.compiled import load_compiled
@@ -99,10 +100,10 @@ class LLM:
                 model_,
                 files.folder.name,
                 cache_home() / "compiled",
-                context_tokens=self.config.max_positions,
+                context_tokens=max_tokens,
                 notify=notify,
             )
-        runner = Runner(model_, _context_tokens(context_tokens, self.config.max_positions), compiled)
+        runner = Runner(model_, max_tokens, compiled)
         self.profile_store = ProfileStore(cache_home() / "profiles")
         self.profile_key = profile_key(files, model_, is_compiled=compile)
         profile = self.profile_store.load(self.profile_key) or quick_profile(runner, self.profile_key)
@@ -125,7 +126,7 @@ class LLM:
             "dtype": str(runner.model.dtype).removeprefix("torch."),
             "device": str(runner.model.device),
             "threads": torch.get_num_threads(),
-            "compile": runner.compiled is not None,
+            "compile": "no" if runner.compiled is None else _compiled_settings(runner.compiled),
             "drafter": self.drafter,
             "context_tokens": runner.context_tokens,
             "commit": self.engine.commit_policy,
@@ -382,6 +383,11 @@ def _context_tokens(asked: int | None, limit: int) -> int:
     if not 2 <= asked <= limit:
         raise ConfigError(f"`context_tokens` must be in [2, {limit}], the model's own limit, got {asked}")
     return asked
+
+
+def _compiled_settings(compiled: CompiledPass) -> str:
+    rows = ", ".join(str(bucket) for bucket in compiled.buckets)
+    return f"passes of {rows} rows, {compiled.num_bytes / 1e6:.0f} MB on disk and about as much memory"
 
 
 def _read_corpus(path: Path | None, tokenizer: Tokenizer) -> Corpus:

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 
 from foretell.cache.kv_cache import BLOCK
+from foretell.engine.cuda_graphs import CudaGraphPasses
 from foretell.engine.runner import PassOutput
 from foretell.errors import CompileError
 from foretell.models.decoder import Model, RowBatch
-from foretell.models.layers import PackedLinear, RopeAngles
+from foretell.models.gpt2 import GPT2
+from foretell.models.layers import PackedLinear
+from foretell.models.llama import Llama
 
 BUCKETS: Final = (4, 8, 16)
 """Row counts that are compiled; a pass is padded to the next one."""
@@ -38,7 +41,7 @@ class CompiledPasses:
     Args:
         packages: loaded AOTInductor packages by row count.
         model: looks up embeddings, so that packages hold no copy of them.
-        num_bytes: size of the packages on disk, about what they add to memory.
+        num_bytes: of the packages on disk, about what they add to memory.
     """
 
     def __init__(self, packages: dict[int, Any], model: Model, num_bytes: int) -> None:
@@ -53,17 +56,24 @@ class CompiledPasses:
         """Return the smallest bucket that holds `num_rows`, None where there is none."""
         return next((bucket for bucket in self.buckets if bucket >= num_rows), None)
 
-    def __call__(self, batch: RowBatch, keys_values: Tensor) -> PassOutput:
-        """Run a batch of one sequence whose rows fill a bucket."""
-        package = self._packages[batch.num_rows]
-        hidden, logits = package(*_arguments(self._model, batch, keys_values))  # [N, E], [N, V]
-        return PassOutput(hidden[None], logits[None])
+    def __call__(self, batch: RowBatch, region: Tensor) -> PassOutput:
+        """Run a batch of one sequence whose rows fill a bucket; `region` is all of its slots, [L, 1, 2 * G, C, D]."""
+        assert batch.first_local_slot == 0
+        hidden, logits = self._packages[batch.num_rows](
+            self._model.embed(batch),  # [N, E]
+            batch.positions,
+            batch.slots,
+            batch.bias,
+            batch.local_bias,
+            *region.unbind(0),  # [1, 2 * G, C, D] each
+        )
+        return PassOutput(hidden[None], logits[None])  # [1, N, E], [1, N, V]
 
 
 def load_compiled(
     model: Model, name: str, cache: Path, *, context_tokens: int, notify: Notify | None = None
-) -> CompiledPasses:
-    """Load the compiled passes of a model, compiling what is missing.
+) -> CompiledPasses | CudaGraphPasses:
+    """Load the compiled passes of a model, compiling what is missing; on a GPU, record passes as they come.
 
     Args:
         model: the eager model, whose embedding the passes share.
@@ -77,8 +87,10 @@ def load_compiled(
 
     Cost: 40 to 70 s and about the weights' size on disk for each bucket, once.
     """
-    if model.device.type != "cpu":
-        raise CompileError(f"`compile` works on CPUs, the model is on {model.device}: drop it")
+    if not isinstance(model, Llama | GPT2):
+        raise CompileError(f"`compile` needs a decoder of foretell's own, {model.config.model_type} has none: drop it")
+    if model.device.type == "cuda":
+        return CudaGraphPasses(model, context_tokens)
     home = cache / f"{name}-{_key(model, context_tokens)}"
     packages, num_bytes = {}, 0
     for bucket in BUCKETS:
@@ -122,17 +134,6 @@ class _PassModule(torch.nn.Module):
         return hidden, self.decoder.logits(hidden)
 
 
-def _arguments(model: Model, batch: RowBatch, keys_values: Tensor) -> tuple[Any, ...]:
-    return (
-        model.embed(batch),  # [N, E]
-        batch.positions,
-        batch.slots,
-        batch.bias,
-        batch.local_bias,
-        *keys_values.unbind(0),  # [1, 2 * G, C, D] each
-    )
-
-
 def _key(model: Model, context_tokens: int) -> str:
     from foretell import __version__
     from foretell.provenance import cpu_model
@@ -150,7 +151,7 @@ def _key(model: Model, context_tokens: int) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _build(model: Model, num_rows: int, context_tokens: int, path: Path) -> None:
+def _build(model: Llama | GPT2, num_rows: int, context_tokens: int, path: Path) -> None:
     """Compile a pass of `num_rows` and move it into place whole."""
     if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("c++") is None:
         raise CompileError("`compile` needs a C++ compiler and found none: install g++, or drop `compile`")
@@ -170,7 +171,7 @@ def _build(model: Model, num_rows: int, context_tokens: int, path: Path) -> None
 
 
 @torch.no_grad()
-def _compile(model: Model, num_rows: int, context_tokens: int, path: Path) -> None:
+def _compile(model: Llama | GPT2, num_rows: int, context_tokens: int, path: Path) -> None:
     """Export the pass with plain weights, which inductor freezes and packs itself, and compile it."""
     config = model.config
     num_slots, num_folded = 2 * BLOCK, config.num_heads // config.num_kv_heads * num_rows
@@ -198,13 +199,12 @@ def _compile(model: Model, num_rows: int, context_tokens: int, path: Path) -> No
     torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs={"freezing": True})
 
 
-def _plain(model: Any, context_tokens: int) -> Any:
+def _plain(model: Llama | GPT2, context_tokens: int) -> Llama | GPT2:
     """Return a copy of a decoder whose linear layers hold plain weights and whose angles reach the whole context."""
+    model.reserve_positions(context_tokens)
     plain = copy.copy(model)
     for name, value in vars(model).items():
-        if isinstance(value, RopeAngles):
-            value.reserve(context_tokens)
-        elif isinstance(value, PackedLinear):
+        if isinstance(value, PackedLinear):
             setattr(plain, name, value.unpacked())
         elif isinstance(value, list):
             setattr(plain, name, [_plain_layer(layer) for layer in value])

@@ -34,9 +34,19 @@ class Rows:
 
 
 class RowPacker:
-    """Builds row batches, reusing one mask buffer per shape."""
+    """Builds row batches, reusing one mask buffer per shape.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        config: the model's.
+        dtype: of the masks, the model's.
+        device: where batches go.
+        skips_blocks: sliding layers read no block before their window; compiled passes take the whole context.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, skips_blocks: bool = True
+    ) -> None:
+        self._skips_blocks = skips_blocks
         self._config, self._dtype, self._device = config, dtype, device
         self._buffers: dict[tuple[int, ...], Tensor] = {}
         self._queries_per_kv = config.num_heads // config.num_kv_heads
@@ -65,7 +75,8 @@ class RowPacker:
         local_bias, first_local_slot = None, 0
         window = self._config.sliding_window
         if window is not None:
-            first_local_slot = max(0, int(starts.min()) - window + 1) // BLOCK * BLOCK
+            if self._skips_blocks:
+                first_local_slot = max(0, int(starts.min()) - window + 1) // BLOCK * BLOCK
             local_bias = self._fold(self._local(bias, positions, slots, starts, window)[..., first_local_slot:])
         return RowBatch(
             token_ids=torch.from_numpy(token_ids).to(self._device),

@@ -31,11 +31,18 @@ class PassOutput:
 class CompiledPass(Protocol):
     """A pass compiled for fixed numbers of rows."""
 
+    num_bytes: int
+    """Bytes kept on disk, about what they add to memory."""
+
+    @property
+    def buckets(self) -> Sequence[int]:
+        """Compiled row counts, ascending."""
+
     def num_rows(self, num_rows: int) -> int | None:
         """Return the smallest compiled bucket that holds `num_rows`, None where there is none."""
 
-    def __call__(self, batch: RowBatch, keys_values: Tensor) -> PassOutput:
-        """Run a batch whose rows fill a bucket."""
+    def __call__(self, batch: RowBatch, region: Tensor) -> PassOutput:
+        """Run a batch of one sequence whose rows fill a bucket; `region` is all of its slots, [L, 1, 2 * G, C, D]."""
 
 
 class Runner:
@@ -60,7 +67,7 @@ class Runner:
                 device=model.device,
             )
         )
-        self._packer = RowPacker(config, model.dtype, model.device)
+        self._packer = RowPacker(config, model.dtype, model.device, skips_blocks=compiled is None)
         self._queries_per_kv = config.num_heads // config.num_kv_heads
 
     def padded(self, num_rows: int, num_sequences: int = 1) -> int:
@@ -76,15 +83,14 @@ class Runner:
     def decode(self, sequences: Sequence[Rows]) -> PassOutput:
         """Run one pass over the rows of sequences whose regions lie side by side in one pool.
 
-        A compiled pass takes one sequence. Slots for the rows must be reserved: see `room`.
+        A compiled pass takes one sequence. Slots for the padded rows must be reserved.
         """
         num_rows = self.padded(max(len(rows.token_ids) for rows in sequences), len(sequences))
         batch = self._packer.pack(sequences, num_rows)
-        keys_values = self._keys_values(sequences, batch)
+        regions = _regions(sequences)  # [L, B, 2 * G, C, D]
         if self.compiled is not None:
-            assert len(sequences) == 1
-            return self.compiled(batch, keys_values)
-        hidden = self.model.forward(batch, keys_values.unbind(0))  # [B * N, E]
+            return self.compiled(batch, regions)
+        hidden = self._forward(batch, regions)  # [B * N, E]
         logits = self.model.logits(hidden)  # [B * N, V]
         size = len(sequences)
         return PassOutput(hidden.view(size, num_rows, -1), logits.view(size, num_rows, -1))
@@ -93,15 +99,19 @@ class Runner:
     def prefill(self, rows: Rows) -> Tensor:
         """Write a chunk's keys and values and commit them; returns its hidden states [N, E], no logits are computed."""
         size = len(rows.token_ids)
-        batch = self._packer.pack([rows], size)
-        hidden = self.model.forward(batch, self._keys_values([rows], batch).unbind(0))  # [N, E]
+        hidden = self._forward(self._packer.pack([rows], size), _regions([rows]))  # [N, E]
         self.cache.commit(rows.region, size)
         return hidden
 
-    def _keys_values(self, sequences: Sequence[Rows], batch: RowBatch) -> Tensor:
-        pool = sequences[0].region.pool
-        first = sequences[0].region.index
-        assert all(rows.region.pool is pool for rows in sequences)
-        assert [rows.region.index for rows in sequences] == list(range(first, first + len(sequences)))
-        num_slots = batch.bias.shape[-1]
-        return pool.tensor[:, first : first + len(sequences), :, :num_slots]  # [L, B, 2 * G, S, D]
+    def _forward(self, batch: RowBatch, regions: Tensor) -> Tensor:
+        visible = regions[:, :, :, : batch.bias.shape[-1]]  # [L, B, 2 * G, S, D]
+        return self.model.forward(batch, visible.unbind(0))
+
+
+def _regions(sequences: Sequence[Rows]) -> Tensor:
+    """Return the keys and values of sequences that lie side by side, [L, B, 2 * G, C, D]."""
+    pool = sequences[0].region.pool
+    first = sequences[0].region.index
+    assert all(rows.region.pool is pool for rows in sequences)
+    assert [rows.region.index for rows in sequences] == list(range(first, first + len(sequences)))
+    return pool.tensor[:, first : first + len(sequences)]

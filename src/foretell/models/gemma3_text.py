@@ -67,6 +67,11 @@ class Gemma3(Llama):
         logits, cap = super().logits(hidden), self.config.final_logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """Compute the angles of so many positions now, full and local."""
+        super().reserve_positions(num_positions)
+        self._local_rope.reserve(num_positions)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of resident weights; of the mapped embedding only a few rows are."""

@@ -77,6 +77,9 @@ class GPT2:
         """Return logits [M, V] of final hidden states [M, E]."""
         return self.head(hidden)
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """Do nothing: learned positions are all there."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes of resident weights; of the mapped embedding only a few rows are."""

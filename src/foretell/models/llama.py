@@ -76,6 +76,10 @@ class Llama:
         """Return logits [M, V] of final hidden states [M, E]."""
         return self.head(hidden)
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """Compute the angles of so many positions now, so that no pass has to: compiled ones cannot."""
+        self._rope.reserve(num_positions)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of resident weights; of the mapped embedding only a few rows are."""

@@ -29,7 +29,7 @@ from foretell.models.gpt2 import GPT2
 from foretell.models.layers import PackedLinear
 from foretell.models.llama import Llama
 
-BUCKETS: Final = (4, 8, 16)
+BUCKETS: Final = (4, 6, 12)
 """Row counts that are compiled; a pass is padded to the next one."""
 
 Notify = Callable[[str], None]

@@ -11,7 +11,7 @@ import torch
 
 from foretell.cache.kv_cache import Region
 from foretell.engine.rows import Rows
-from foretell.engine.runner import Runner
+from foretell.engine.runner import MAX_ROWS, Runner
 from foretell.hardware.profile import LatencyProfile
 
 ROW_COUNTS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
@@ -91,19 +91,26 @@ class Exactness:
 
 
 @torch.inference_mode()
-def compare_rows(runner: Runner, token_ids: Sequence[int], *, row_counts: Sequence[int] = (2, 5, 8, 16)) -> Exactness:
+def compare_rows(
+    runner: Runner, token_ids: Sequence[int], *, num_prefilled: int = 0, row_counts: Sequence[int] = (2, 5, 8, 16)
+) -> Exactness:
     """Compare the logits of every row of a chain with those of the same token in a pass of its own.
 
     Args:
         runner: the target.
         token_ids: a text of at least 40 tokens; more reach across blocks of slots.
+        num_prefilled: tokens at the start that are not compared, so that a long context costs one prefill.
         row_counts: lengths of the chains that are tried in turn.
     """
     fits = [size for size in row_counts if runner.compiled is None or runner.compiled.num_rows(size) is not None]
-    plain, chained = runner.cache.allocate(len(token_ids)), runner.cache.allocate(len(token_ids))
+    num_slots = len(token_ids) + MAX_ROWS
+    plain, chained = runner.cache.allocate(num_slots), runner.cache.allocate(num_slots)
+    if num_prefilled > 0:
+        for region in (plain, chained):
+            runner.prefill(Rows.chain(region, token_ids[:num_prefilled]))
     num_rows = num_different = 0
     largest_gap = 0.0
-    position, turn = 0, 0
+    position, turn = num_prefilled, 0
     while position < len(token_ids):
         chain = list(token_ids[position : position + fits[turn % len(fits)]])
         reference = []
@@ -114,7 +121,7 @@ def compare_rows(runner: Runner, token_ids: Sequence[int], *, row_counts: Sequen
         runner.cache.commit(chained, len(chain))
         gaps = (logits.float() - torch.stack(reference).float()).abs().amax(-1)  # [N]
         num_rows += len(chain)
-        num_different += int((gaps > 0).sum())
+        num_different += int((gaps != 0).sum())  # NaN is a difference too
         largest_gap = max(largest_gap, float(gaps.max()))
         position, turn = position + len(chain), turn + 1
     runner.cache.free(plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretell.drafters.calibration import Calibration
+from foretell.drafters.catalog import DRAFTERS, make_drafter
+from foretell.drafters.drafter import Drafter
 from foretell.params import SamplingParams
 
 POLICIES = ("canonical", "copy")
@@ -57,7 +61,7 @@ def test_greedy(family_lab: Any, drafter: str, policy: Any) -> None:
 def test_greedy_with_many_random_trees(lab: Any, policy: Any) -> None:
     engine, truths = lab.engine(policy), {}
     num_passes = num_tokens = 0
-    for seed in range(120):
+    for seed in range(60):
         prompt = lab.prompt(seed % 12)
         truth = truths.setdefault(seed % 12, None) or lab.decode(None, prompt)
         truths[seed % 12] = truth
@@ -86,6 +90,37 @@ def test_same_seed_same_tokens_in_every_family(family_lab: Any, policy: Any) -> 
         prompt, params = family_lab.prompt(seed, 12), params_of("penalties", seed)
         truth = family_lab.decode(None, prompt, params)
         run = family_lab.run(engine, family_lab.request(prompt, family_lab.RandomTrees(truth, seed), params))
+        assert run.sequence.token_ids == truth
+
+
+def catalog_drafter(name: str) -> Drafter:
+    return make_drafter(name, eos_ids=frozenset({2}), corpus=[[5, 6, 7, 8, 9] * 4])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_of_the_catalog(lab: Any, name: str, policy: Any) -> None:
+    engine = lab.engine(policy, calibration=Calibration())
+    accepted: Counter[str] = Counter()
+    for seed in range(6):
+        prompt = lab.prompt(seed, 7) * 3  # something to look up
+        for kind in ("greedy", "top", "bans"):
+            params = SamplingParams(max_new_tokens=40) if kind == "greedy" else params_of(kind, seed)
+            truth = lab.decode(None, prompt, params, stop_ids=[2])
+            run = lab.run(engine, lab.request(prompt, catalog_drafter(name), params, stop_ids=[2]))
+            assert run.sequence.token_ids == truth, (seed, kind)
+            accepted += run.sequence.stats.accepted
+    assert (accepted.total() > 0) == (name != "none")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_drafters_together_in_every_family(family_lab: Any, policy: Any) -> None:
+    engine = family_lab.engine(policy, calibration=Calibration())
+    for seed in range(3):
+        prompt = family_lab.prompt(seed, 7) * 2
+        params = SamplingParams(max_new_tokens=40)
+        truth = family_lab.decode(None, prompt, params)
+        run = family_lab.run(engine, family_lab.request(prompt, catalog_drafter("all"), params))
         assert run.sequence.token_ids == truth
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from foretell.cache.kv_cache import Region
-from foretell.engine.rows import Rows
+from foretell.engine.rows import RowPacker, Rows
 from foretell.engine.runner import Runner
-from foretell.models.decoder import Model
+from foretell.models.decoder import Model, RowBatch
 from foretell.models.load import load_model
 
 CPU = torch.device("cpu")
@@ -204,6 +204,17 @@ class Decoder:
         logits = self.chain(region, [token_id])[0]
         self.runner.cache.commit(region, 1)
         return logits
+
+    def batch(self, rows: Rows) -> RowBatch:
+        """Return the pass over these rows, none of them padding."""
+        model = self.model
+        return RowPacker(model.config, model.dtype, model.device).pack([rows], len(rows.token_ids))
+
+    @torch.inference_mode()
+    def forward(self, batch: RowBatch, region: Region) -> Tensor:
+        """Return the hidden states [N, E] of a pass over one region's rows."""
+        slots = region.pool.tensor[:, region.index : region.index + 1, :, : batch.bias.shape[-1]]
+        return self.model.forward(batch, slots.unbind(0))
 
     def committed(self, region: Region) -> Tensor:
         """Return a region's keys and values [L, 2 * G, T, D]."""

@@ -155,7 +155,7 @@ def test_sliding_layers_skip_blocks_before_their_window(tiny: Tiny, ids: Ids) ->
     token_ids = ids(530)
     region, expected = decoder.prefill(token_ids, chunks=(530,))
     decoder.runner.cache.truncate(region, 522)
-    batch = decoder.runner._packer.pack([Rows.chain(region, token_ids[522:])], 8)
+    batch = decoder.batch(Rows.chain(region, token_ids[522:]))
     assert batch.first_local_slot == 512
     assert batch.local_bias is not None
     assert batch.local_bias.shape[-1] == batch.bias.shape[-1] - 512
@@ -177,13 +177,9 @@ def test_embeddings_in_place_of_tokens(name: str, tiny: Tiny, case: TreeCase) ->
     """Rows whose input is given are computed as those of the tokens with these embeddings."""
     decoder = tiny(name).load()
     region, _ = decoder.prefill(case.prompt)
-    rows = Rows.chain(region, [5, 6])
-    batch = decoder.runner._packer.pack([rows], 2)
-    keys_values = decoder.runner._keys_values([rows], batch).unbind(0)
-    with torch.inference_mode():
-        given = replace(batch, token_ids=torch.zeros_like(batch.token_ids), embeddings=decoder.model.embed(batch)[None])
-        expected = decoder.model.forward(batch, keys_values)
-        assert torch.equal(decoder.model.forward(given, keys_values), expected)
+    batch = decoder.batch(Rows.chain(region, [5, 6]))
+    given = replace(batch, token_ids=torch.zeros_like(batch.token_ids), embeddings=decoder.model.embed(batch)[None])
+    assert torch.equal(decoder.forward(given, region), decoder.forward(batch, region))
 
 
 @families

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,21 @@ def test_transformers_says_the_same_in_float32(engine: EngineSettings, tmp_path:
     assert report.names == ["none", "hf", "hf-lookup"]
     assert {result.identical for result in report.results} == {1.0}
     assert (tmp_path / "report" / "report.md").is_file()
+
+
+def test_the_command_prints_one_document_last(engine: EngineSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    from foretell.cli.main import run as run_command
+
+    options = "--limit 1 --repeats 1 --max-new-tokens 4 --drafters all --no-memory --threads 1 --dtype float32 --json"
+    assert run_command(["bench", "--model", str(engine.model), *options.split()]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(document) == ["results", "profile", "provenance"]
+    assert [(row["name"], row["category"]) for row in document["results"]] == [
+        ("none", "all"),
+        ("none", "writing"),
+        ("all", "all"),
+        ("all", "writing"),
+    ]
 
 
 def test_memory_of_a_real_arm(engine: EngineSettings) -> None:

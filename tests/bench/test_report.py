@@ -56,7 +56,7 @@ def test_tables_for_the_terminal(report: BenchReport) -> None:
     assert rows[2][2] == "4.00 ×"
     assert rows[2][4:] == ("500 ms", "4.00", "0.50", "1", "512 MB")
     assert rows[0][-1] == "—"
-    assert category_header(report) == ("category", "prompts", "none", "lookup", "all", "noise")
+    assert category_header(report) == ("category", "#", "none", "lookup", "all", "noise")
     assert [row[:3] for row in category_rows(report)] == [
         ("rag", "2", "1.00"),
         ("writing", "1", "1.00"),

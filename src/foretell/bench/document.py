@@ -9,7 +9,7 @@ from typing import Any
 from foretell.bench.aggregate import BenchResult, Summaries
 from foretell.bench.suites import ALL_CATEGORIES
 
-TABLE_HEADER = ("arm", "tokens/s", "speed-up", "noise", "first token", "tokens/pass", "accepted", "identical", "memory")
+TABLE_HEADER = ("arm", "tok/s", "speed-up", "noise", "first", "per pass", "accepted", "same ids", "memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def table_rows(report: BenchReport, category: str = ALL_CATEGORIES) -> list[tupl
             result.name,
             f"{result.tokens_per_s:.1f}",
             f"{result.speedup_vs_plain:.2f} ×",
-            f"± {result.noise:.2f}",
+            f"{result.noise:.2f}",
             f"{result.ttft_s * 1e3:.0f} ms",
             _number(result.tokens_per_pass),
             _number(result.acceptance_rate),
@@ -73,13 +73,13 @@ def category_rows(report: BenchReport) -> list[tuple[str, ...]]:
         results = [report.result(name, category) for name in report.names]
         speedups = [f"{result.speedup_vs_plain:.2f}" for result in results]
         name = "total" if category == ALL_CATEGORIES else category
-        rows.append((name, str(results[0].num_prompts), *speedups, f"± {results[0].noise:.2f}"))
+        rows.append((name, str(results[0].num_prompts), *speedups, f"{results[0].noise:.2f}"))
     return rows
 
 
 def category_header(report: BenchReport) -> tuple[str, ...]:
     """Return the column names of `category_rows`."""
-    return ("category", "prompts", *report.names, "noise")
+    return ("category", "#", *report.names, "noise")
 
 
 def _number(value: float | None) -> str:

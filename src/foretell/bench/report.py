@@ -86,9 +86,11 @@ def _lines(report: BenchReport, *, has_latency: bool) -> Iterator[str]:
     yield ""
     yield from _table(TABLE_HEADER, table_rows(report))
     yield ""
-    yield "`none` is foretell without drafts. Tokens/s: tokens after the first ÷ seconds after the first."
+    yield "`none` is foretell without drafts. Tok/s: tokens after the first ÷ seconds after the first."
     yield "Speed-up: plain seconds per token ÷ the arm's. Noise: how far a second `none` was from the first."
-    yield "Identical: share of outputs whose token ids equal those of `none`."
+    yield "First: time to the first token, the median over prompts."
+    yield "Per pass: tokens that a target pass emitted. Accepted: accepted ÷ drafted tokens."
+    yield "Same ids: share of outputs whose token ids equal those of `none`."
     yield "Memory: peak of a process with that arm alone."
     yield ""
     yield "## Speed-up by category"

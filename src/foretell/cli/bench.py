@@ -90,15 +90,19 @@ def _print_tables(report: BenchReport) -> None:
 
     from foretell.bench.document import TABLE_HEADER, category_header, category_rows, table_rows
 
-    console = Console(highlight=False, markup=False)
+    # Where nobody reads the width of a terminal, 80 columns would cut what a file or a pipe can hold.
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     console.print(_table(f"suite {report.suite}", TABLE_HEADER, table_rows(report)))
+    console.print()
     console.print(_table("speed-up by category", category_header(report), category_rows(report)))
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="default")
+    table = Table(
+        title=title, title_justify="left", title_style="default", box=None, padding=(0, 2, 0, 0), pad_edge=False
+    )
     for number, name in enumerate(header):
         table.add_column(name, justify="left" if number == 0 else "right")
     for row in rows:

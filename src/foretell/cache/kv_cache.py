@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 512
-"""Slots that attention reads at once. Key lengths are multiples of it, so that a row's bits do not depend on them."""
+"""Slots that attention handles at once. Capacities are multiples of it, and so is the first slot that a sliding layer
+reads: a row's bits depend on which of its own keys share a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

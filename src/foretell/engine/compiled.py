@@ -181,7 +181,7 @@ def _compile(model: Llama | GPT2, num_rows: int, context_tokens: int, path: Path
     shape = (1, 2 * config.num_kv_heads, 2 * num_slots, config.head_dim)
     keys_values = [torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_layers)]  # [1, 2 * G, C, D]
     embeddings = torch.zeros(num_rows, config.hidden_size, dtype=model.dtype)  # [N, E]
-    seen = {3: BLOCK * torch.export.Dim("blocks", min=1, max=4096)}
+    seen = {3: 128 * torch.export.Dim("grains", min=1, max=16384)}  # see `visible_slots`
     held = {2: BLOCK * torch.export.Dim("capacity", min=1, max=4096)}
     exported = torch.export.export(
         _PassModule(_plain(model, context_tokens)).eval(),

@@ -69,8 +69,9 @@ class GPT2:
         """Return final hidden states [B * N, E]; each layer's `keys_values` [B, 2 * G, S, D] takes the rows' own."""
         hidden = self.embed(batch) + self.positions[batch.positions.view(-1)]  # [B * N, E]
         for layer, layer_keys_values in zip(self.layers, keys_values, strict=True):
-            hidden = hidden + self._attention(layer, layer.attention_norm(hidden), batch, layer_keys_values)
-            hidden = hidden + layer.down(self._activation(layer.up(layer.mlp_norm(hidden))))  # [B * N, E]
+            mixed = self._attention(layer, layer.attention_norm(hidden), batch, layer_keys_values)  # [B * N, H * D]
+            hidden = layer.output(mixed, hidden)  # [B * N, E]
+            hidden = layer.down(self._activation(layer.up(layer.mlp_norm(hidden))), hidden)  # [B * N, E]
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -97,10 +98,9 @@ class GPT2:
     def _attention(self, layer: GPT2Layer, hidden: Tensor, batch: RowBatch, keys_values: Tensor) -> Tensor:
         config = self.config
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)  # [B * N, 3 * H, D]
-        queries, rows = torch.split(heads, [config.num_heads, 2 * config.num_heads], 1)
-        write_rows(keys_values, batch.slots, rows)
-        mixed = attend_layer(queries, keys_values, batch, is_sliding=False, scale=config.attention_scale)
-        return layer.output(mixed)  # [B * N, E]
+        write_rows(keys_values, batch.slots, heads[:, config.num_heads :])
+        queries = heads[:, : config.num_heads]  # [B * N, H, D]
+        return attend_layer(queries, keys_values, batch, is_sliding=False, scale=config.attention_scale)
 
     def _read(self, reader: WeightReader, name: str) -> Tensor:
         return reader.get(name).to(self.device, self.dtype)

@@ -49,12 +49,17 @@ class PackedLinear:
         self.packed = _pack(weight)
         self.weight = weight if self.packed is None else None
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Map rows [M, in] to [M, out]."""
+    def __call__(self, rows: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Map rows [M, in] to [M, out], and add `residual` [M, out] where given: one operator does both."""
         if self.packed is None:
             assert self.weight is not None
-            return F.linear(rows, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")  # [M, out]
+            mapped = F.linear(rows, self.weight, self.bias)  # [M, out]
+            return mapped if residual is None else residual + mapped
+        out: Tensor
+        if residual is None:
+            out = torch.ops.mkldnn._linear_pointwise.default(rows, self.packed, self.bias, "none", [], "")  # [M, out]
+        else:
+            out = torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self.packed, self.bias, "add")  # [M, out]
         return out
 
     def unpacked(self) -> PackedLinear:

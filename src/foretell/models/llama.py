@@ -63,14 +63,14 @@ class Llama:
 
     def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
         """Return final hidden states [B * N, E]; each layer's `keys_values` [B, 2 * G, S, D] takes the rows' own."""
+        eps = self.config.norm_eps
         hidden = self.embed(batch)  # [B * N, E]
         rope = self._rope(batch.positions, batch.last_position)  # [B * N, 2, D]
         for layer, layer_keys_values in zip(self.layers, keys_values, strict=True):
-            hidden = hidden + self._attention(
-                layer, rms_norm(hidden, layer.attention_norm, self.config.norm_eps), rope, batch, layer_keys_values
-            )
-            hidden = hidden + self._mlp(layer, rms_norm(hidden, layer.mlp_norm, self.config.norm_eps))
-        return rms_norm(hidden, self.norm, self.config.norm_eps)
+            normed = rms_norm(hidden, layer.attention_norm, eps)  # [B * N, E]
+            hidden = layer.output(self._attention(layer, normed, rope, batch, layer_keys_values), hidden)  # [B * N, E]
+            hidden = layer.down(self._gated(layer, rms_norm(hidden, layer.mlp_norm, eps)), hidden)  # [B * N, E]
+        return rms_norm(hidden, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [M, V] of final hidden states [M, E]."""
@@ -94,22 +94,24 @@ class Llama:
     def _attention(
         self, layer: LlamaLayer, hidden: Tensor, rope: Tensor, batch: RowBatch, keys_values: Tensor
     ) -> Tensor:
+        """Return the mixed values [B * N, H * D], before the output projection."""
         config = self.config
+        num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)  # [B * N, H + 2 * G, D]
-        queries_keys, values = torch.split(heads, [config.num_heads + config.num_kv_heads, config.num_kv_heads], 1)
+        rotated = heads[:, :num_rotated]  # [B * N, H + G, D]
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = torch.split(queries_keys, [config.num_heads, config.num_kv_heads], 1)
-            queries = rms_norm(queries, layer.query_norm, config.norm_eps)
-            keys = rms_norm(keys, layer.key_norm, config.norm_eps)
-            queries_keys = torch.cat((queries, keys), 1)  # [B * N, H + G, D]
-        queries, keys = torch.split(rotate(queries_keys, rope), [config.num_heads, config.num_kv_heads], 1)
-        write_rows(keys_values, batch.slots, torch.cat((keys, values), 1))
-        mixed = attend_layer(queries, keys_values, batch, is_sliding=layer.is_sliding, scale=config.attention_scale)
-        return layer.output(mixed)  # [B * N, E]
+            queries = rms_norm(rotated[:, :num_heads], layer.query_norm, config.norm_eps)
+            keys = rms_norm(rotated[:, num_heads:], layer.key_norm, config.norm_eps)
+            rotated = torch.cat((queries, keys), 1)  # [B * N, H + G, D]
+        rotated = rotate(rotated, rope)
+        write_rows(keys_values, batch.slots, torch.cat((rotated[:, num_heads:], heads[:, num_rotated:]), 1))
+        queries = rotated[:, :num_heads]  # [B * N, H, D]
+        return attend_layer(queries, keys_values, batch, is_sliding=layer.is_sliding, scale=config.attention_scale)
 
-    def _mlp(self, layer: LlamaLayer, hidden: Tensor) -> Tensor:
+    def _gated(self, layer: LlamaLayer, hidden: Tensor) -> Tensor:
+        """Return the gated values [B * N, F], before the down projection."""
         gate, up = layer.gate_up(hidden).chunk(2, -1)  # [B * N, F] each
-        return layer.down(self._activation(gate).mul_(up))  # [B * N, E]
+        return self._activation(gate).mul_(up)
 
     def _read(self, reader: WeightReader, name: str) -> Tensor:
         return reader.get(name).to(self.device, self.dtype)

@@ -37,6 +37,9 @@ for command in (generate, chat, demo, tune, bench, doctor):
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    # Read when torch loads libgomp: its workers wait for the next operation of a pass in a loop (about 0.1 s at most)
+    # instead of going to sleep. Median passes were 2 to 14 % shorter on two noisy cores, and as much for transformers.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000000")
     sys.exit(run(sys.argv[1:]))
 
 

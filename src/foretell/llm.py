@@ -17,7 +17,7 @@ from foretell.drafters.corpus import Corpus
 from foretell.engine.engine import Engine
 from foretell.engine.measure import quick_profile
 from foretell.engine.runner import CompiledPass, Runner
-from foretell.engine.sequence import DecodingSequence, Request
+from foretell.engine.sequence import TARGET, DecodingSequence, Request
 from foretell.errors import ConfigError, InputError
 from foretell.hardware.profile import LatencyProfile
 from foretell.hardware.store import ProfileStore, profile_key
@@ -206,22 +206,26 @@ class LLM:
         if sampling.n > 1:
             raise ConfigError(f"`n`={sampling.n} cannot be streamed: use `generate`")
         self.engine.check_prompt(prompt_ids)
-        return self._stream_job(prompt_ids, sampling, drafter, kept)
+        output, seed = OutputText(self.tokenizer, sampling.stop), _seed(sampling)
+        request = self._request(prompt_ids, sampling, drafter, output, seed, 0)
+        # The result rides on the last chunk. Where a stop string may drop all that a step brings, one waits for it.
+        num_waiting = 1 if sampling.stop else 0
+        return self._stream_job(request, output, seed, num_waiting, kept)
 
     def _stream_job(
-        self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None, kept: _Kept | None
+        self, request: Request, output: OutputText, seed: int | None, num_waiting: int, kept: _Kept | None
     ) -> Iterator[Chunk]:
-        reuse = kept.take(prompt_ids) if kept is not None else None
-        (job,) = self._start_samples(prompt_ids, sampling, drafter, reuse)
+        reuse = kept.take(request.prompt_ids) if kept is not None else None
+        job = _Job(self.engine.start(request, reuse=reuse), output, seed)
         try:
             num_shown = 0
             while not job.sequence.is_finished:
                 self._step([job])
-                last = len(job.chunks) - (1 if job.sequence.is_finished else 0)
+                last = max(num_shown, len(job.chunks) - (1 if job.sequence.is_finished else num_waiting))
                 yield from job.chunks[num_shown:last]
                 num_shown = last
             completion = self._complete(job, is_kept=True)
-            final = job.chunks[-1] if num_shown < len(job.chunks) else Chunk(job.sequence.token_ids[-1], "", "target")
+            final = job.chunks[-1] if job.chunks else Chunk(job.sequence.token_ids[-1], "", TARGET)
             final.completion = completion
             yield final
         finally:
@@ -230,12 +234,8 @@ class LLM:
             else:
                 self.engine.finish(job.sequence)
 
-    def _start_samples(
-        self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None, reuse: Region | None = None
-    ) -> list[_Job]:
-        seed = sampling.seed
-        if seed is None and not sampling.is_greedy:
-            seed = secrets.randbelow(2**31)
+    def _start_samples(self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None) -> list[_Job]:
+        seed = _seed(sampling)
         jobs: list[_Job] = []
         for sample in range(sampling.n):
             output = OutputText(self.tokenizer, sampling.stop)
@@ -243,8 +243,8 @@ class LLM:
             if jobs:
                 sequence = self.engine.fork(jobs[0].sequence, request)
             else:
-                sequence = self.engine.start(request, reuse=reuse)
-            jobs.append(_Job(sequence, output, None if sampling.is_greedy else seed))
+                sequence = self.engine.start(request)
+            jobs.append(_Job(sequence, output, seed))
         return jobs
 
     def _request(
@@ -274,7 +274,7 @@ class LLM:
             stop_ids=stop_ids,
             should_stop=output.push,
             num_logprobs=sampling.logprobs,
-            sampling_seed=None if sampling.is_greedy else seed,
+            sampling_seed=seed,
         )
 
     def _step(self, jobs: list[_Job]) -> list[_Job]:
@@ -367,6 +367,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if len(prompts) > 0 and not isinstance(prompts[0], int):
         return list(cast("Sequence[Prompt]", prompts))
     return [cast("Sequence[int]", prompts)]
+
+
+def _seed(sampling: SamplingParams) -> int | None:
+    """Return the key of a request's noise, drawn where none is asked for; None when greedy."""
+    if sampling.is_greedy:
+        return None
+    return secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
 
 
 def _set_threads(threads: int | None) -> None:

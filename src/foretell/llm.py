@@ -332,7 +332,8 @@ class _Kept:
         return region
 
     def keep(self, sequence: DecodingSequence) -> None:
-        """Keep a sequence's slots for the next turn."""
+        """Keep a sequence's slots for the next turn, in place of any others."""
+        self.close()
         self._region, self._token_ids = sequence.region, sequence.token_ids
 
     def close(self) -> None:

@@ -61,13 +61,23 @@ class OutputText:
         if is_last:
             self._close()
         chunks = []
-        while self._pending and (is_last or self._pending[0].end <= self._num_certain):
+        for _ in range(len(self._pending) if is_last else self._num_ready()):
             token, emission = self._pending.popleft(), self._emissions.popleft()
             if self.is_stopped and token.start >= self._num_certain:
                 break
             text = self._decoded[token.start : min(token.end, self._num_certain)]
             chunks.append(Chunk(token.token_id, text, emission.source, emission.logprobs))
         return chunks
+
+    def _num_ready(self) -> int:
+        """Return how many tokens can go; one without text may begin a character, and waits for one that has some."""
+        num_ready = 0
+        for number, token in enumerate(self._pending, start=1):
+            if token.end > self._num_certain:
+                break
+            if token.end > token.start:
+                num_ready = number
+        return num_ready
 
     def _close(self) -> None:
         """Give the last token what the detokenizer and the stop strings still hold back."""

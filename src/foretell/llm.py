@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -303,11 +305,14 @@ class LLM:
         )
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token_id) for token_id in prompt]
-        if not prompt:
-            raise InputError("the prompt is empty: give at least one character")
-        return self.tokenizer.encode(prompt)
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InputError("the prompt is empty: give at least one character")
+            return self.tokenizer.encode(prompt)
+        try:
+            return [index(token_id) for token_id in prompt]
+        except TypeError:
+            raise InputError(f"a prompt must be text or token ids, got {reprlib.repr(prompt)}") from None
 
 
 class _Kept:
@@ -363,11 +368,11 @@ class Conversation:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    """Return the prompts; a text, or a sequence of ids, is one."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return [prompts]
-    if len(prompts) > 0 and not isinstance(prompts[0], int):
-        return list(cast("Sequence[Prompt]", prompts))
-    return [cast("Sequence[int]", prompts)]
+    items: list[Any] = list(prompts)
+    return [items] if all(isinstance(item, SupportsIndex) for item in items) else items
 
 
 def _seed(sampling: SamplingParams) -> int | None:

@@ -89,14 +89,17 @@ class Calibration:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Calibration:
-        """Return what `to_json` gave; an empty calibration where the buckets are not today's."""
+        """Return what `to_json` gave; an empty calibration where the buckets are not today's or the data is damaged."""
         calibration = cls()
         if document.get("num_buckets") != _NUM_BUCKETS:
             return calibration
-        for source, buckets in document["sources"].items():
-            counts = calibration._counts[source] = _Counts()
-            for bucket, (tested, right) in buckets.items():
-                counts.tested[int(bucket)], counts.right[int(bucket)] = float(tested), float(right)
+        try:
+            for source, buckets in document["sources"].items():
+                counts = calibration._counts[source] = _Counts()
+                for bucket, (tested, right) in buckets.items():
+                    counts.tested[int(bucket)], counts.right[int(bucket)] = float(tested), float(right)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            return cls()
         return calibration
 
 

@@ -71,13 +71,13 @@ class CompiledPasses:
 
 
 def load_compiled(
-    model: Model, name: str, cache: Path, *, context_tokens: int, notify: Notify | None = None
+    model: Model, folder: Path, cache: Path, *, context_tokens: int, notify: Notify | None = None
 ) -> CompiledPasses | CudaGraphPasses:
     """Load the compiled passes of a model, compiling what is missing; on a GPU, record passes as they come.
 
     Args:
         model: the eager model, whose embedding the passes share.
-        name: of the model, for the folder.
+        folder: the model's files.
         cache: where packages are kept.
         context_tokens: positions that the passes must handle.
         notify: called with one line before each compilation.
@@ -91,7 +91,7 @@ def load_compiled(
         raise CompileError(f"`compile` needs a decoder of foretell's own, {model.config.model_type} has none: drop it")
     if model.device.type == "cuda":
         return CudaGraphPasses(model, context_tokens)
-    home = cache / f"{name}-{_key(model, context_tokens)}"
+    home = cache / f"{folder.name}-{_key(model, folder, context_tokens)}"
     packages, num_bytes = {}, 0
     for bucket in BUCKETS:
         path = home / f"rows-{bucket}.pt2"
@@ -134,19 +134,20 @@ class _PassModule(torch.nn.Module):
         return hidden, self.decoder.logits(hidden)
 
 
-def _key(model: Model, context_tokens: int) -> str:
-    from foretell import __version__
+def _key(model: Model, folder: Path, context_tokens: int) -> str:
+    """Return a digest of all that a package depends on: weights, code, machine and versions."""
     from foretell.provenance import cpu_model
 
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))]
+    code = [Path(__file__), *sorted((Path(__file__).parents[1] / "models").glob("*.py"))]
     facts = {
-        "config": repr(model.config),
-        "num_bytes": model.num_bytes,
+        "weights": [str(folder.resolve()), *files],
         "dtype": str(model.dtype),
         "context": context_tokens,
         "threads": torch.get_num_threads(),
         "cpu": cpu_model(),
         "torch": torch.__version__,
-        "foretell": __version__,
+        "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in code],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

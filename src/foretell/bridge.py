@@ -42,10 +42,10 @@ _LOG: Final = logging.getLogger(__name__)
 _MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _STATEFUL: Final = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 """Processors that count on being asked once for each token, in order."""
-_HARMLESS: Final = frozenset(
-    {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache", "past_key_values", "tokenizer"}
-)
-"""What `generate` prepares for the model's own passes; the first two, and caches, are looked at."""
+_CACHES: Final = ("cache", "past_key_values", "cache_params")
+"""What transformers calls a cache, by version and kind of model."""
+_PREPARED: Final = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "tokenizer", *_CACHES})
+"""What `generate` prepares for the model's own passes. Masks, positions and caches are looked at, the rest is not."""
 _GENERATE: Final = inspect.unwrap(GenerationMixin.generate).__code__
 
 
@@ -86,10 +86,11 @@ def custom_generate(
 
     Cost: the first call for a model packs its weights, which takes about as much memory again: see `held_bytes`.
     """
+    refuse_live(model)
     dropped = _dropped_by_transformers(inspect.currentframe())
     streamer = dropped.get("streamer") if streamer is None else streamer
     _refuse_mode(generation_config, dropped.get("assistant_model"))
-    _refuse_inputs(input_ids, generation_config, logits_processor, model_kwargs)
+    _refuse_inputs(input_ids, logits_processor, model_kwargs)
     num_padding = _num_padding(input_ids, model_kwargs)
     eos_ids = _eos_ids(stopping_criteria)
     drafter = make_drafter(foretell_drafter, eos_ids=eos_ids)
@@ -148,7 +149,6 @@ _HOLDING: Final = threading.Lock()
 
 def _hold(model: Any) -> _Held:
     """Return what is kept for a model, built anew where its weights have changed."""
-    refuse_live(model)
     with _HOLDING:
         current = fingerprint(model)
         held = _HELD.get(model)
@@ -250,7 +250,7 @@ class _Output:
         ids = self._ids[:, : self._length]  # [1, T]
         is_done = bool(self.criteria(ids, self.rows.scores(self._positions)).all())
         if self._streamer is not None:
-            self._streamer.put(torch.tensor([token_id]))
+            self._streamer.put(torch.tensor([token_id], device="cpu"))
         return is_done
 
     def result(self, *, is_dict: bool) -> Any:
@@ -327,21 +327,18 @@ def _refuse_mode(config: GenerationConfig, assistant_model: Any) -> None:
         )
 
 
-def _refuse_inputs(
-    input_ids: Tensor, config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: Mapping[str, Any]
-) -> None:
+def _refuse_inputs(input_ids: Tensor, processors: LogitsProcessorList, model_kwargs: Mapping[str, Any]) -> None:
     unknown = [
         name
         for name, value in model_kwargs.items()
-        if name not in _HARMLESS and value is not None and value is not False
+        if name not in _PREPARED and value is not None and value is not False
     ]
     if unknown:
         raise ConfigError(f"`{unknown[0]}` is not supported, foretell decodes `input_ids` alone: drop it")
     if input_ids.shape[0] != 1:
         raise ConfigError(f"`input_ids` has {input_ids.shape[0]} rows, foretell takes 1: call `generate` for each")
-    for name in ("cache", "past_key_values"):
-        cache = model_kwargs.get(name)
-        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+    for name in _CACHES:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
             raise ConfigError(f"`{name}` cannot be continued, foretell has a cache of its own: drop it")
     stateful = next((processor for processor in processors if isinstance(processor, _STATEFUL)), None)
     if stateful is not None:

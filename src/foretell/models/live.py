@@ -96,12 +96,14 @@ def num_copied_bytes(decoder: Model) -> int:
 
 
 def refuse_live(model: Any) -> None:
-    """Refuse a model whose weights are not plain tensors on one device, or that is being trained.
+    """Refuse a model that can be seen not to fit, before anything is made of it.
 
     Raises:
-        ModelError: it is in training mode, has an adapter, or is quantised, sharded or offloaded.
+        ModelError: it is an encoder-decoder, in training mode, has an adapter, or is quantised, sharded or offloaded.
     """
     name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ModelError(f"{name} is an encoder-decoder model, which is not supported: use a decoder-only model")
     if model.training:
         raise ModelError(f"{name} is in training mode: call its `eval()` first")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
@@ -155,7 +157,10 @@ def _compare(lean: Model, model: Any) -> None:
         logits: Tensor = model(input_ids=inputs, use_cache=False).logits[0, -1]  # [V]
         return logits
 
-    error = tree_error(lean, lean.config.sliding_window, path_logits)
+    try:
+        error = tree_error(lean, lean.config.sliding_window, path_logits)
+    except RuntimeError as failure:  # shapes that do not fit
+        raise ModelError(f"{type(model).__name__}: its modules were changed ({failure}); load it again") from None
     limit = 1e-3 if lean.dtype.itemsize >= 4 else 0.1
     if not error <= limit:  # NaN is a failure too
         raise ModelError(

@@ -21,6 +21,7 @@ from foretell.engine.measure import quick_profile
 from foretell.engine.runner import CompiledPass, Runner
 from foretell.engine.sequence import TARGET, DecodingSequence, Request
 from foretell.errors import ConfigError, InputError
+from foretell.hardware.pages import use_huge_pages
 from foretell.hardware.profile import LatencyProfile
 from foretell.hardware.store import ProfileStore, profile_key
 from foretell.models.config import ModelConfig, read_generation_config
@@ -100,11 +101,13 @@ class LLM:
 
             compiled = load_compiled(
                 model_,
-                files.folder.name,
+                files.folder,
                 cache_home() / "compiled",
                 context_tokens=max_tokens,
                 notify=notify,
             )
+        if torch_device.type == "cpu":
+            use_huge_pages()
         runner = Runner(model_, max_tokens, compiled)
         self.profile_store = ProfileStore(cache_home() / "profiles")
         self.profile_key = profile_key(files, model_, is_compiled=compile)

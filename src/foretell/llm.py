@@ -12,11 +12,11 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from foretell.cache.kv_cache import Region
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import make_drafter
 from foretell.drafters.corpus import Corpus
 from foretell.engine.engine import Engine
+from foretell.engine.kept import Kept
 from foretell.engine.measure import quick_profile
 from foretell.engine.runner import CompiledPass, Runner
 from foretell.engine.sequence import TARGET, DecodingSequence, Request
@@ -206,7 +206,7 @@ class LLM:
     # One request
 
     def _stream(
-        self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None, kept: _Kept | None
+        self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None, kept: Kept | None
     ) -> Iterator[Chunk]:
         if sampling.n > 1:
             raise ConfigError(f"`n`={sampling.n} cannot be streamed: use `generate`")
@@ -218,7 +218,7 @@ class LLM:
         return self._stream_job(request, output, seed, num_waiting, kept)
 
     def _stream_job(
-        self, request: Request, output: OutputText, seed: int | None, num_waiting: int, kept: _Kept | None
+        self, request: Request, output: OutputText, seed: int | None, num_waiting: int, kept: Kept | None
     ) -> Iterator[Chunk]:
         reuse = kept.take(request.prompt_ids) if kept is not None else None
         job = _Job(self.engine.start(request, reuse=reuse), output, seed)
@@ -318,45 +318,12 @@ class LLM:
             raise InputError(f"a prompt must be text or token ids, got {reprlib.repr(prompt)}") from None
 
 
-class _Kept:
-    """Keys and values of a conversation so far."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._region: Region | None = None
-        self._token_ids: list[int] = []
-
-    def take(self, prompt_ids: Sequence[int]) -> Region | None:
-        """Return the kept region cut to what it shares with a prompt; the prompt's last token is always computed."""
-        region, self._region = self._region, None
-        if region is None:
-            return None
-        num_shared = 0
-        for kept, wanted in zip(self._token_ids[: region.length], prompt_ids[:-1], strict=False):
-            if kept != wanted:
-                break
-            num_shared += 1
-        self._engine.runner.cache.truncate(region, num_shared)
-        return region
-
-    def keep(self, sequence: DecodingSequence) -> None:
-        """Keep a sequence's slots for the next turn, in place of any others."""
-        self.close()
-        self._region, self._token_ids = sequence.region, sequence.token_ids
-
-    def close(self) -> None:
-        """Give the slots back."""
-        if self._region is not None:
-            self._engine.runner.cache.free(self._region)
-            self._region = None
-
-
 class Conversation:
     """Turns that share a prefix compute it once: keys and values stay in the cache between them."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._kept = _Kept(llm.engine)
+        self._kept = Kept(llm.engine)
 
     def stream(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, drafter: str | None = None

@@ -125,6 +125,7 @@ class BarProgress:
         # A step is told when it begins: what is done is one less.
         self._bar.update(self._task, description=label, advance=0 if self._is_first else 1)
         self._is_first = False
+        self._bar.refresh()
 
     def note(self, text: str) -> None:
         self._bar.console.print(text)
@@ -152,5 +153,6 @@ def _progress() -> Iterator[BenchProgress]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True, highlight=False, markup=False)
-    with Progress(*columns, console=console, transient=True) as bar:
+    # Redrawn between runs only: a thread that draws would be timed too.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         yield BarProgress(bar)

@@ -60,7 +60,7 @@ def demo(
     from rich.console import Console
 
     from foretell.cli.prompt import read_prompt
-    from foretell.cli.terminal import note_settings, progress
+    from foretell.cli.terminal import announce, note_settings
 
     sampling = single_answer(options.sampling(), "demo")
     messages: list[Message] = [{"role": "user", "content": read_prompt(prompt, None, is_raw=False)}]
@@ -70,8 +70,8 @@ def demo(
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(f"{prompt}\n", style="dim")
     answer = _show_answer(console, llm.stream_chat(messages, sampling, drafter=options.drafter))
-    with progress("decoding the same answer plainly and with drafts, in turn"):
-        arms = _measure(llm, messages, replace(sampling, seed=answer.seed), options.drafter)
+    announce("decoding the same answer plainly and with drafts, in turn")
+    arms = _measure(llm, messages, replace(sampling, seed=answer.seed), options.drafter)
     console.print(_speed_table(arms))
     console.print(_source_table(arms.drafted[0]))
     console.print(f"identical: {'yes' if arms.is_identical else 'no'}")

@@ -24,6 +24,12 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
         yield console.print
 
 
+def announce(message: str) -> None:
+    """Say what is waited for where somebody is watching, in a line that stands still: a spinner would be timed too."""
+    if sys.stderr.isatty():
+        note(f"{message} …")
+
+
 def note(text: str = "") -> None:
     """Print a line that is not data."""
     print(text, file=sys.stderr, flush=True)

@@ -58,7 +58,7 @@ def tune(
 ) -> None:
     """Measure T(N), test bit-exactness, calibrate acceptance, and keep it all for this model on this machine."""
     from foretell.cli.documents import print_document
-    from foretell.cli.terminal import note_settings, progress
+    from foretell.cli.terminal import announce, note_settings
     from foretell.engine.compiled import CompiledPasses
     from foretell.engine.measure import compare_rows, measure_profile
     from foretell.provenance import provenance
@@ -68,12 +68,12 @@ def tune(
         note_settings(llm.settings)
     runner = llm.engine.runner
     prompts = _prompts(llm)
-    with progress("measuring passes"):
-        profile = measure_profile(runner, llm.profile_key, contexts=CONTEXTS)
-    with progress("comparing draft rows with plain rows"):
-        exactness = compare_rows(runner, _test_text(llm, prompts))
-    with progress("decoding the built-in prompts plainly and with drafts"):
-        verdict = _calibrate(llm, profile, prompts)
+    announce("measuring passes")
+    profile = measure_profile(runner, llm.profile_key, contexts=CONTEXTS)
+    announce("comparing draft rows with plain rows")
+    exactness = compare_rows(runner, _test_text(llm, prompts))
+    announce("decoding the built-in prompts plainly and with drafts")
+    verdict = _calibrate(llm, profile, prompts)
     compiled = runner.compiled
     compiled_bytes = compiled.num_bytes if isinstance(compiled, CompiledPasses) else 0
     profile = replace(

@@ -17,6 +17,7 @@ from foretell.hardware.profile import LatencyProfile
 ROW_COUNTS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 """Row counts that a full measurement looks at."""
 
+QUICK_CONTEXTS = (256, 1024)
 QUICK_ROW_COUNTS = (1, 6, 8, 12, 16)
 
 
@@ -27,10 +28,11 @@ def measure_profile(
     contexts: Sequence[int],
     row_counts: Sequence[int] = ROW_COUNTS,
     repeats: int = 9,
+    statistic: Callable[[list[float]], float] = median,
     clock: Callable[[], float] = time.perf_counter,
     notify: Callable[[], None] | None = None,
 ) -> LatencyProfile:
-    """Return the median seconds of passes by context and row count; counts are interleaved, so drift hits all alike.
+    """Return the seconds of passes by context and row count; counts are interleaved, so drift hits all alike.
 
     Args:
         runner: the target.
@@ -38,6 +40,7 @@ def measure_profile(
         contexts: tokens before the pass's rows; those beyond the model's context are left out.
         row_counts: rows of a pass.
         repeats: passes per point, after one to warm up.
+        statistic: makes one number of them.
         clock: seconds.
         notify: called after each round over the row counts.
     """
@@ -56,13 +59,17 @@ def measure_profile(
             if notify is not None:
                 notify()
         runner.cache.free(region)
-        table.append(tuple(_monotone([median(seconds[size]) for size in counts])))
+        table.append(tuple(_monotone([statistic(seconds[size]) for size in counts])))
     return LatencyProfile(key=key, contexts=tuple(fitting or [0]), num_rows=tuple(counts), pass_s=tuple(table))
 
 
 def quick_profile(runner: Runner, key: dict[str, str]) -> LatencyProfile:
-    """Return a profile from a fraction of a second of measuring, for a model that was never tuned."""
-    return measure_profile(runner, key, contexts=(256,), row_counts=QUICK_ROW_COUNTS, repeats=3)
+    """Return a profile from about a second of measuring, for a model that was never tuned.
+
+    Two contexts, because attention makes rows dearer as text grows; the least of three passes, because three have no
+    median to trust.
+    """
+    return measure_profile(runner, key, contexts=QUICK_CONTEXTS, row_counts=QUICK_ROW_COUNTS, repeats=3, statistic=min)
 
 
 def _filled(runner: Runner, context: int) -> Region:

@@ -138,29 +138,32 @@ def needs_default_model(test: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def real_runner() -> Runner:
-    return Runner(load_model(resolve().folder, dtype=torch.bfloat16, device=CPU), 2048)
+    return Runner(load_model(resolve().folder, dtype=torch.bfloat16, device=CPU), 1024)
 
 
 @pytest.fixture(scope="module")
 def real_ids(real_runner: Runner) -> list[int]:
-    """1,040 tokens of text, which reach across two edges of blocks of 512 slots."""
+    """528 tokens of text, which reach across the edge of a block of 512 slots."""
     from foretell.text.tokenizer import Tokenizer
 
     text = (
         "The history of science is the study of how knowledge of the natural world came about, and of who paid for it. "
     )
     lines = [
-        f"{number}. {text}In {1600 + 7 * number} somebody measured {number * number} stars.\n" for number in range(40)
+        f"{number}. {text}In {1600 + 7 * number} somebody measured {number * number} stars.\n" for number in range(20)
     ]
-    return Tokenizer.load(resolve().folder).encode("".join(lines))[:1040]
+    return Tokenizer.load(resolve().folder).encode("".join(lines))[:528]
 
 
 @needs_default_model
-@pytest.mark.parametrize(("start", "end"), [(0, 40), (495, 535), (1010, 1040)])
+@pytest.mark.parametrize(("start", "end"), [(0, 31), (113, 144), (369, 400), (497, 528)])
 def test_rows_of_the_default_model_in_bfloat16_are_those_of_plain_decoding_bit_for_bit(
     real_runner: Runner, real_ids: list[int], start: int, end: int
 ) -> None:
-    """vllm#54506: parity needs a pass whose bits do not depend on how many rows ride along."""
+    """vllm#54506: parity needs a pass whose bits do not depend on how many rows ride along.
+
+    At the start, and where a pass begins to read more slots.
+    """
     exactness = compare_rows(real_runner, real_ids[:end], num_prefilled=start)
     assert exactness.num_rows == end - start
     assert (exactness.num_different_rows, exactness.largest_gap) == (0, 0.0)
@@ -173,7 +176,7 @@ def test_and_without_padding_they_are_not(
 ) -> None:
     """transformers#39421: one row alone takes other kernels than several; this is what padding is for."""
     monkeypatch.setattr(real_runner, "padded", lambda num_rows, num_sequences=1: num_rows)
-    exactness = compare_rows(real_runner, real_ids[:48])
+    exactness = compare_rows(real_runner, real_ids[:31])
     assert not exactness.is_bit_exact
-    assert exactness.num_different_rows > 24
+    assert exactness.num_different_rows > 15
     assert exactness.largest_gap > 0

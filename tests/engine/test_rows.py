@@ -136,10 +136,11 @@ def test_chain_rows() -> None:
     assert np.array_equal(rows.mask, [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
 
 
-@pytest.mark.parametrize(("num_slots", "visible"), [(1, 512), (512, 512), (513, 1024), (1024, 1024), (1025, 1536)])
-def test_visible_slots_are_whole_blocks(num_slots: int, visible: int) -> None:
-    assert visible_slots(num_slots) == visible
-    assert visible % BLOCK == 0
+def test_visible_slots_hold_all_and_end_within_the_block() -> None:
+    visible = [visible_slots(num_slots) for num_slots in range(1, 3 * BLOCK + 1)]
+    assert visible == sorted(visible)
+    for num_slots, size in enumerate(visible, start=1):
+        assert num_slots <= size <= -(-num_slots // BLOCK) * BLOCK
 
 
 @pytest.mark.parametrize("edge", [512, 1024])

@@ -9,12 +9,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import DRAFTERS
+from foretell.drafters.next_ids import KnownNextIds, NextIdsStore
+from foretell.engine.next_ids import build_next_ids
 from foretell.errors import CapacityError, ConfigError, InputError, ModelError, NumericsError
 from foretell.hardware.profile import LatencyProfile
 from foretell.llm import LLM, MAX_BATCH
@@ -703,6 +706,7 @@ def test_settings(folder: Path) -> None:
         "drafter": "suffix",
         "context_tokens": 100,
         "commit": "copy",
+        "next_ids": "none",
         "profile": "quick measurement",
     }
 
@@ -754,3 +758,50 @@ def test_damaged_estimates_are_forgotten(folder: Path, sources: Any) -> None:
     path.unlink()
     assert again.profile == profile
     assert again.engine.calibration.to_json() == Calibration().to_json()
+
+
+@pytest.fixture
+def tables(folder: Path) -> Iterator[NextIdsStore]:
+    """Where the model's table of likely next ids is kept; it is gone afterwards."""
+    store = LLM(folder, dtype="float32", threads=1).next_ids_store
+    yield store
+    store.path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("drafter", ["recycle", "all"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("shift", [0, 1, 100], ids=["right", "off by one", "wrong"])
+def test_a_table_of_next_ids_changes_no_output(llm: LLM, drafter: str, temperature: float, shift: int) -> None:
+    sampling = SamplingParams(max_new_tokens=30, temperature=temperature, seed=3 if temperature > 0 else None)
+    expected = llm.generate(TEXT, sampling, drafter="none")[0].token_ids
+    table = build_next_ids(llm.engine.runner, prefixes=[llm.tokenizer.encode(TEXT)])
+    try:
+        (without,) = llm.generate(TEXT, sampling, drafter=drafter)
+        llm.next_ids = KnownNextIds(table=(table + shift) % 259, origin="cached", path=Path())
+        (with_table,) = llm.generate(TEXT, sampling, drafter=drafter)
+    finally:
+        llm.next_ids = None
+    assert expected == without.token_ids == with_table.token_ids
+    assert with_table.stats.drafter_memory_bytes - without.stats.drafter_memory_bytes >= table.nbytes - 5000
+    assert with_table.stats.drafted["recycle"] > 0
+
+
+def test_a_kept_table_of_next_ids_is_used_and_a_damaged_one_is_not(folder: Path, tables: NextIdsStore) -> None:
+    table = np.arange(259 * 4, dtype=np.uint16).reshape(259, 4) % 259
+    tables.save(table, {})
+    llm = LLM(folder, dtype="float32", threads=1)
+    assert llm.next_ids is not None
+    assert np.array_equal(llm.next_ids.table, table)
+    assert llm.settings["next_ids"] == "cached"
+    tables.path.write_bytes(tables.path.read_bytes()[:-1])
+    said: list[str] = []
+    again = LLM(folder, dtype="float32", threads=1, notify=said.append)
+    assert again.settings["next_ids"] == "none"
+    (line,) = said
+    assert str(tables.path) in line
+
+
+def test_a_table_of_next_ids_is_for_its_model_alone(tmp_path: Path, tables: NextIdsStore) -> None:
+    tables.save(np.zeros((259, 4), dtype=np.uint16), {})
+    other = save_model(tmp_path, initializer_range=0.2)
+    assert LLM(other, dtype="float32", threads=1).next_ids is None

@@ -15,6 +15,7 @@ import torch
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import make_drafter
 from foretell.drafters.corpus import Corpus
+from foretell.drafters.next_ids import NextIdsStore
 from foretell.engine.engine import Engine
 from foretell.engine.kept import Kept
 from foretell.engine.measure import quick_profile
@@ -26,6 +27,7 @@ from foretell.hardware.profile import LatencyProfile
 from foretell.hardware.store import ProfileStore, profile_key
 from foretell.models.config import ModelConfig, read_generation_config
 from foretell.models.files import cache_home, resolve
+from foretell.models.fingerprint import model_fingerprint
 from foretell.models.load import choose_device, choose_dtype, load_model
 from foretell.output import OutputText
 from foretell.params import SamplingParams
@@ -94,17 +96,16 @@ class LLM:
         self.drafter = drafter
         self._source = files.source
         self._corpus = _read_corpus(corpus, self.tokenizer)
+        fingerprint = model_fingerprint(files.folder, self.tokenizer, self.config.vocab_size)
+        self.next_ids_store = NextIdsStore(cache_home() / "next_ids", fingerprint, self.config.vocab_size)
+        self.next_ids = self.next_ids_store.find(notify)
         max_tokens = _context_tokens(context_tokens, self.config.max_positions)
         compiled = None
         if compile:
             from foretell.engine.compiled import load_compiled
 
             compiled = load_compiled(
-                model_,
-                files.folder,
-                cache_home() / "compiled",
-                context_tokens=max_tokens,
-                notify=notify,
+                model_, files.folder, cache_home() / "compiled", context_tokens=max_tokens, notify=notify
             )
         if torch_device.type == "cpu":
             use_huge_pages()
@@ -135,6 +136,7 @@ class LLM:
             "drafter": self.drafter,
             "context_tokens": runner.context_tokens,
             "commit": self.engine.commit_policy,
+            "next_ids": "none" if self.next_ids is None else self.next_ids.origin,
             "profile": "tuned" if self.profile.is_bit_exact is not None else "quick measurement",
         }
 
@@ -271,10 +273,11 @@ class LLM:
             sequence_key=sample,
             vocab_size=self.config.vocab_size,
         )
+        table = None if self.next_ids is None else self.next_ids.table
         return Request(
             prompt_ids=prompt_ids,
             chooser=chooser,
-            drafter=make_drafter(drafter or self.drafter, eos_ids=stop_ids, corpus=self._corpus),
+            drafter=make_drafter(drafter or self.drafter, eos_ids=stop_ids, corpus=self._corpus, next_ids=table),
             max_new_tokens=sampling.max_new_tokens,
             stop_ids=stop_ids,
             should_stop=output.push,

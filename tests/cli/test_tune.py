@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from .conftest import Foretell
@@ -21,8 +22,14 @@ def test_tune_keeps_a_profile_that_generate_then_uses(foretell: Foretell, tiny_m
     assert document["verdict"]["num_different_outputs"] == 0
     assert Path(document["file"]).is_file()
     assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
+    table = document["next_ids"]
+    assert (table["origin"], table["num_bytes"]) == ("cached", 259 * 4 * 2)
+    assert table["build_s"] > 0
+    assert Path(table["file"]).is_file()
+    assert "building the table of likely next ids: 100 %" in result.stderr
     after = foretell("generate", "--model", tiny_model, *MODEL, "--max-new-tokens", "4", "--verbose", "x")
     assert "tuned" in after.stderr
+    assert re.search(r"^next_ids +cached$", after.stderr, re.MULTILINE)
 
 
 def test_bench_compares_with_plain(foretell: Foretell, tiny_model: Path, tmp_path: Path) -> None:

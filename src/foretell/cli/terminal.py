@@ -24,6 +24,30 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
         yield console.print
 
 
+@contextmanager
+def counted(message: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of something is done, by what is yielded, which takes the number done and the total.
+
+    Where somebody is watching that is a bar with the time that is left, else a line at every tenth.
+    """
+    if not sys.stderr.isatty():
+        tenths = set()
+
+        def note_tenth(done: int, total: int) -> None:
+            if (tenth := 10 * done // total) not in tenths:
+                tenths.add(tenth)
+                note(f"foretell: {message}: {10 * tenth} %")
+
+        yield note_tenth
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(message, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def announce(message: str) -> None:
     """Say what is waited for where somebody is watching, in a line that stands still: a spinner would be timed too."""
     if sys.stderr.isatty():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from foretell.cli.next_ids import Wish, provide_next_ids
 from foretell.cli.options import EngineOptions, JsonOption, spread
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class Verdict:
 @spread
 def tune(
     plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file (.png, .svg or .pdf).")] = None,
+    next_ids: Annotated[
+        Wish, typer.Option(help="Build the table of likely next ids: where it is missing, always, or never.")
+    ] = "missing",
     as_json: JsonOption = False,
     *,
     options: EngineOptions,
@@ -72,6 +76,7 @@ def tune(
     profile = measure_profile(runner, llm.profile_key, contexts=CONTEXTS)
     announce("comparing draft rows with plain rows")
     exactness = compare_rows(runner, _test_text(llm, prompts))
+    table = provide_next_ids(llm, next_ids)
     announce("decoding the built-in prompts plainly and with drafts")
     verdict = _calibrate(llm, profile, prompts)
     compiled = runner.compiled
@@ -91,6 +96,7 @@ def tune(
                 "profile": profile.to_json(),
                 "exactness": asdict(exactness),
                 "verdict": asdict(verdict) | {"speedup": verdict.speedup},
+                "next_ids": asdict(table),
                 "compiled_bytes": compiled_bytes,
                 "file": str(file),
                 "provenance": provenance(),
@@ -98,6 +104,7 @@ def tune(
         )
     else:
         _print_report(profile, exactness, verdict)
+        print(table.sentence())
         if compiled_bytes:
             print(f"compiled passes take {compiled_bytes / 1e6:.0f} MB on disk, and about as much more memory")
         print(f"kept in {file}")

@@ -11,8 +11,7 @@ from foretell.drafters.drafter import Drafter, NoDrafter
 from foretell.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from foretell.drafters.next_ids import NextIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +20,7 @@ class Material:
 
     eos_ids: frozenset[int]
     corpus: Corpus | None
-    next_ids: NDArray[np.int32] | None
+    next_ids: NextIds | None
 
 
 def make_drafter(
@@ -29,7 +28,7 @@ def make_drafter(
     *,
     eos_ids: frozenset[int],
     corpus: Corpus | Sequence[Sequence[int]] = (),
-    next_ids: NDArray[np.int32] | None = None,
+    next_ids: NextIds | None = None,
 ) -> Drafter:
     """Return a new drafter.
 

@@ -10,8 +10,7 @@ from foretell.drafters.grow import grow
 from foretell.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from foretell.drafters.next_ids import NextIds
 
 MAX_ORDER: Final = 3
 """Tokens of the longest context that rankings are kept for."""
@@ -49,7 +48,7 @@ class RecycleDrafter:
     name = "recycle"
     needs: frozenset[str] = frozenset({"top_ids"})
 
-    def __init__(self, *, eos_ids: frozenset[int], next_ids: NDArray[np.int32] | None = None) -> None:
+    def __init__(self, *, eos_ids: frozenset[int], next_ids: NextIds | None = None) -> None:
         self._eos_ids = eos_ids
         self._next_ids = next_ids
         self._rankings: dict[Context, Sequence[int]] = {}

@@ -70,7 +70,7 @@ class Machine:
             self.clock.now_s += STAIRCASE.seconds(max(len(each.token_ids) for each in rows), 0)
             return decode(rows)
 
-        engine.runner.decode = timed  # type: ignore[method-assign]
+        engine.runner.decode = timed  # type: ignore[assignment, method-assign]
         return engine
 
     def run(self, drafter: Any, prompt: list[int], params: SamplingParams = LONG, draft_s: float = 0.0) -> Any:
@@ -172,7 +172,7 @@ def test_calibration_learns_from_the_text(lab: Any, truth: list[int], drafter: s
 def test_rows_are_bought_where_the_staircase_is_flat(lab: Any, truth: list[int]) -> None:
     """A row that costs nothing is taken, one that costs more than it brings is not."""
 
-    class Doubtful(lab.Oracle):  # type: ignore[misc, name-defined]
+    class Doubtful(lab.Oracle):  # type: ignore[misc]
         def fill(self, tree: TokenTree, future: Sequence[int], proposal: Proposal) -> None:
             for token_id in future[: proposal.max_nodes]:
                 tree.add(len(tree) - 1, (token_id + 1) % 64, -1.5 * len(tree), "doubtful")

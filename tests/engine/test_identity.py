@@ -18,7 +18,7 @@ from foretell.params import SamplingParams
 
 POLICIES = ("canonical", "copy")
 
-SAMPLINGS = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
     "hot": {"temperature": 3.0},
     "top": {"temperature": 1.5, "top_k": 12, "top_p": 0.9},
@@ -59,12 +59,14 @@ def test_greedy(family_lab: Any, drafter: str, policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_greedy_with_many_random_trees(lab: Any, policy: Any) -> None:
-    engine, truths = lab.engine(policy), {}
+    engine = lab.engine(policy)
+    truths: dict[int, list[int]] = {}
     num_passes = num_tokens = 0
     for seed in range(48):
         prompt = lab.prompt(seed % 12)
-        truth = truths.setdefault(seed % 12, None) or lab.decode(None, prompt)
-        truths[seed % 12] = truth
+        if seed % 12 not in truths:
+            truths[seed % 12] = lab.decode(None, prompt)
+        truth = truths[seed % 12]
         run = lab.run(engine, lab.request(prompt, lab.RandomTrees(truth, seed)))
         assert run.sequence.token_ids == truth, seed
         num_passes, num_tokens = num_passes + len(run.blocks), num_tokens + len(run.output_ids)

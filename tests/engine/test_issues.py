@@ -23,7 +23,7 @@ POLICIES = ("canonical", "copy")
 def test_vllm_39273_steps_without_drafts_between_steps_with(lab: Any, policy: Any) -> None:
     """A step with nothing to verify left stale state behind, and the next one lost tokens."""
 
-    class EveryOther(lab.Sideways):  # type: ignore[misc, name-defined]
+    class EveryOther(lab.Sideways):  # type: ignore[misc]
         def fill(self, tree: TokenTree, future: Sequence[int], proposal: Proposal) -> None:
             if len(self.proposals) % self.seed == 0:
                 super().fill(tree, future, proposal)
@@ -93,7 +93,7 @@ def test_vllm_6718_a_penalty_counts_the_path_to_its_node(lab: Any, policy: Any) 
     truth = lab.decode(None, prompt, params)
     assert truth != loop
 
-    class Parrot(lab.Oracle):  # type: ignore[misc, name-defined]
+    class Parrot(lab.Oracle):  # type: ignore[misc]
         """Drafts as if there were no penalty."""
 
         def fill(self, tree: TokenTree, future: Sequence[int], proposal: Proposal) -> None:
@@ -122,7 +122,7 @@ def test_vllm_13196_what_is_accepted_changes_with_the_seed(lab: Any) -> None:
         params = SamplingParams(max_new_tokens=24, temperature=0.3, seed=seed)
         truth = lab.decode(None, prompt, params)
 
-        class Greedy(lab.Oracle):  # type: ignore[misc, name-defined]
+        class Greedy(lab.Oracle):  # type: ignore[misc]
             """Drafts what greedy decoding would say at the same place."""
 
             def fill(self, tree: TokenTree, future: Sequence[int], proposal: Proposal) -> None:
@@ -157,7 +157,7 @@ def test_sglang_13826_slots_of_refused_rows_are_not_kept(lab: Any, drafter: str)
 def test_sglang_15360_wide_trees(lab: Any, width: int) -> None:
     """With several children a node, accepted rows lie apart; taken for neighbours they gave gibberish."""
 
-    class Wide(lab.Oracle):  # type: ignore[misc, name-defined]
+    class Wide(lab.Oracle):  # type: ignore[misc]
         """The truth is the last and least likely child of every node."""
 
         def fill(self, tree: TokenTree, future: Sequence[int], proposal: Proposal) -> None:

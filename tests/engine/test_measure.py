@@ -41,7 +41,7 @@ class CostlyRows:
 def costly(lab: Any, noise_s: float = 0.0, context_tokens: int = 600) -> tuple[Runner, CostlyRows]:
     runner = Runner(lab.model, context_tokens)
     rows = CostlyRows(runner, noise_s)
-    runner.decode = rows  # type: ignore[method-assign]
+    runner.decode = rows  # type: ignore[assignment, method-assign]
     return runner, rows
 
 
@@ -107,7 +107,7 @@ def test_a_row_that_differs_is_found(lab: Any, error: float) -> None:
         logits[0, 2, 5] += error
         return PassOutput(output.hidden, logits)
 
-    runner.decode = perturbed  # type: ignore[method-assign]
+    runner.decode = perturbed  # type: ignore[assignment, method-assign]
     exactness = compare_rows(runner, lab.prompt(0, 62))
     assert not exactness.is_bit_exact
     assert exactness.num_different_rows >= 4

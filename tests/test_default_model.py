@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from foretell.drafters.catalog import DRAFTERS
+from foretell.drafters.next_ids import NextIdsStore
 from foretell.errors import ModelError
 from foretell.hardware.profile import LatencyProfile
 from foretell.llm import LLM
-from foretell.models.files import find_default_gguf
+from foretell.models.files import find_default_gguf, resolve
+from foretell.models.fingerprint import model_fingerprint
 from foretell.params import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=48)
@@ -68,6 +70,15 @@ def test_answers_a_question(llm: LLM) -> None:
     assert completion.finish_reason == "stop"
     assert "".join(chunk.text for chunk in [*chunks, last]) == completion.text
     assert completion.token_ids[-1] in llm.config.eos_ids
+
+
+def test_its_table_of_next_ids_ships(llm: LLM, tmp_path: Path) -> None:
+    vocab_size = llm.config.vocab_size
+    fingerprint = model_fingerprint(resolve(None).folder, llm.tokenizer, vocab_size)
+    found = NextIdsStore(tmp_path, fingerprint, vocab_size).find()
+    assert found is not None
+    assert found.origin == "shipped"
+    assert llm.settings["next_ids"] in ("shipped", "cached")
 
 
 def test_every_drafter_says_what_plain_decoding_says(llm: LLM) -> None:

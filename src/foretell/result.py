@@ -38,9 +38,9 @@ class Stats:
     decode_s: float = 0.0
     """From the first token to the last."""
     draft_s: float = 0.0
-    """Time spent in drafters, within `decode_s`."""
+    """Time spent in drafters, the first pass's included."""
     forward_s: float = 0.0
-    """Time spent in target passes, within `decode_s`."""
+    """Time spent in target passes after prefill, the first included; in a batch the whole pass's."""
     drafter_memory_bytes: int = 0
     """What the drafter held when the request ended."""
 

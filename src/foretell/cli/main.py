@@ -56,7 +56,8 @@ def run(args: Sequence[str]) -> int:
     except typer.Abort:
         return 130
     except typer.TyperException as error:
-        return _report(f"{error.format_message()} (see foretell --help)", error, 2, invocation)
+        message = error.format_message()
+        return _report(f"{message} (see foretell --help)", error, 2, invocation) if message else 2
     except ForetellError as error:
         return _report(str(error), error, 2 if isinstance(error, ConfigError) else 1, invocation)
     except Exception as error:

@@ -49,9 +49,8 @@ def counted(message: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def announce(message: str) -> None:
-    """Say what is waited for where somebody is watching, in a line that stands still: a spinner would be timed too."""
-    if sys.stderr.isatty():
-        note(f"{message} …")
+    """Say what is waited for, in a line that stands still: a spinner would be timed too."""
+    note(f"foretell: {message} …")
 
 
 def note(text: str = "") -> None:

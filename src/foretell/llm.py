@@ -358,8 +358,8 @@ def _seed(sampling: SamplingParams) -> int | None:
 def _set_threads(threads: int | None) -> None:
     if threads is None:
         return
-    if threads < 1:
-        raise ConfigError(f"`threads` must be at least 1, got {threads}")
+    if not 1 <= threads <= 1024:
+        raise ConfigError(f"`threads` must be at least 1, got {threads}; 1,024 at most")
     torch.set_num_threads(threads)
 
 

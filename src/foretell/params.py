@@ -5,9 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from numbers import Real
+from typing import Any, Final
 
 from foretell.errors import ConfigError
+
+_WHOLE: Final = ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "n", "seed", "logprobs")
+_REAL: Final = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 LogitsProcessor = Callable[[Any, Any], Any]
 """transformers' protocol: `(input_ids [1, T] int64, scores [1, V] float32) -> scores [1, V]`."""
@@ -65,6 +77,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        self._check_types()
         self._check_ranges()
         self._check_contradictions()
 
@@ -72,6 +85,31 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, with no noise."""
         return self.temperature == 0.0
+
+    def _check_types(self) -> None:
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if not _is_whole(value) and not (value is None and name in ("seed", "logprobs")):
+                raise ConfigError(f"`{name}` must be a whole number, got {value!r}")
+        for name in _REAL:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ConfigError(f"`{name}` must be a number, got {value!r}")
+        try:
+            is_fine = (
+                all(isinstance(stop, str) for stop in self.stop)
+                and all(map(_is_whole, self.stop_token_ids))
+                and all(_is_whole(token_id) for word in self.bad_words_ids for token_id in word)
+                and all(_is_whole(key) and isinstance(bias, Real) for key, bias in self.logit_bias.items())
+                and all(map(callable, self.logits_processors))
+            )
+        except (TypeError, AttributeError):
+            is_fine = False
+        if not is_fine:
+            raise ConfigError(
+                "`stop` takes strings, `stop_token_ids` ids, `bad_words_ids` lists of ids, `logit_bias` a mapping from "
+                "ids to numbers, `logits_processors` callables: one of them holds something else"
+            )
 
     def _check_ranges(self) -> None:
         _at_least("max_new_tokens", self.max_new_tokens, 1)
@@ -86,8 +124,10 @@ class SamplingParams:
                 raise ConfigError(f"`{name}` must be in (0, 1], got {value!r}; 1 turns it off")
         if not 0.0 <= self.min_p <= 1.0:
             raise ConfigError(f"`min_p` must be in [0, 1], got {self.min_p!r}; 0 turns it off")
-        if not (self.repetition_penalty > 0.0 and math.isfinite(self.repetition_penalty)):
-            raise ConfigError(f"`repetition_penalty` must be above 0, got {self.repetition_penalty!r}; 1 turns it off")
+        if not (self.repetition_penalty >= 1e-3 and math.isfinite(self.repetition_penalty)):
+            raise ConfigError(
+                f"`repetition_penalty` must be above 0.001, got {self.repetition_penalty!r}; 1 turns it off"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not -2.0 <= value <= 2.0:
@@ -101,8 +141,10 @@ class SamplingParams:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"`seed` must be in [0, 2**63), got {self.seed!r}")
         for token_id, bias in self.logit_bias.items():
-            if math.isnan(bias) or bias == math.inf:
-                raise ConfigError(f"`logit_bias` of token {token_id} is {bias!r}: use a finite number, or -inf")
+            if not (abs(bias) <= 1e6 or bias == -math.inf):
+                raise ConfigError(
+                    f"`logit_bias` of token {token_id} is {bias!r}: use a finite number, or -inf; a million at most"
+                )
 
     def _check_contradictions(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:
@@ -125,3 +167,8 @@ class SamplingParams:
 def _at_least(name: str, value: float, limit: float) -> None:
     if not (value >= limit and math.isfinite(value)):
         raise ConfigError(f"`{name}` must be at least {limit}, got {value!r}")
+
+
+def _is_whole(value: object) -> bool:
+    """Return whether a value is an integer of Python's or of an array library's."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)

@@ -139,3 +139,11 @@ def test_unusable_resume_file_gives_one_line(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "file" / "rounds.jsonl", {})
     with pytest.raises(ConfigError, match="cannot write resume file"):
         journal.add(Round(prompt=0, repeat=0, measurements={}))
+
+
+def test_a_resume_file_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_bytes(b"Dear \xff friend,\nhow are you?\n")
+    with pytest.raises(ConfigError, match="holds something else than a benchmark's rounds"):
+        Journal(path, {})
+    assert path.read_bytes() == b"Dear \xff friend,\nhow are you?\n"

@@ -153,3 +153,11 @@ def test_unreadable_files_give_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InputError, match="holds no prompt"):
         load_suite(tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize("line", ["[" * 200_000, '{"prompt": "a", "x": ' + "9" * 5000 + "}"], ids=["deep", "long"])
+def test_a_line_that_cannot_be_read_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "suite.jsonl"
+    path.write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"suite.jsonl:1: a number too long or lists too deep"):
+        load_suite(str(path))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 import foretell as package
 from foretell.cli.options import DecodingOptions, EngineOptions, SamplingOptions
 
-from .conftest import SOURCE, Foretell
+from .conftest import SOURCE, Foretell, cli_environment
 
 COMMANDS = ["generate", "chat", "demo", "tune", "bench", "doctor"]
 
@@ -119,3 +122,11 @@ def test_help_and_readme_name_every_drafter() -> None:
     for document in ("docs/cli.md", "README.md"):
         text = (SOURCE.parent / document).read_text(encoding="utf-8")
         assert not [name for name in DRAFTERS if name not in text]
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 2), ("2>&-", 2)])
+def test_a_closed_stream_is_no_stumbling_block(closed: str, code: int, home: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m foretell generate hi --max-new-tokens 0 {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=cli_environment(home))
+    assert done.returncode == code
+    assert "unexpected" not in done.stdout + done.stderr

@@ -21,7 +21,7 @@ class Journal:
             neither used nor touched.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or holds something else than rounds.
     """
 
     def __init__(self, path: Path, configuration: Mapping[str, Any]) -> None:
@@ -63,6 +63,8 @@ class Journal:
             lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")
         except OSError as error:
             raise ConfigError(f"cannot read resume file {self._path}: {error.strerror}") from error
+        if any(lines) and not any(line.startswith('{"configuration": ') for line in lines):
+            raise ConfigError(f"{self._path} holds something else than a benchmark's rounds: name another resume file")
         for line in lines:
             finished = self._parse(line)
             if finished is not None:

@@ -135,6 +135,8 @@ def _parse_line(line: str, *, where: str, number: int, default_category: str) ->
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not a JSON document ({error.msg} at column {error.colno}): fix the line") from error
+    except (ValueError, RecursionError):
+        raise InputError(f"{where}: a number too long or lists too deep to read: fix the line") from None
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(record).__name__}")
     is_chat = "turns" in record

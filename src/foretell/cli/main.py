@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,6 +41,7 @@ def main() -> None:
     # Read when torch loads libgomp: its workers wait for the next operation of a pass in a loop (about 0.1 s at most)
     # instead of going to sleep. Median passes were 2 to 14 % shorter on two noisy cores, and as much for transformers.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000000")
+    _open_closed_streams()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -60,6 +62,10 @@ def run(args: Sequence[str]) -> int:
         return _report(f"{message} (see foretell --help)", error, 2, invocation) if message else 2
     except ForetellError as error:
         return _report(str(error), error, 2 if isinstance(error, ConfigError) else 1, invocation)
+    except UnicodeEncodeError as error:
+        return _report(f"stdout takes {error.encoding} only: set PYTHONIOENCODING=utf-8", error, 1, invocation)
+    except OSError as error:
+        return _report(f"cannot read or write: {error.strerror or error}", error, 1, invocation)
     except Exception as error:
         hint = "" if invocation.is_debug else " (--debug prints the traceback)"
         return _report(f"unexpected {type(error).__name__}: {error}{hint}", error, 1, invocation)
@@ -74,6 +80,13 @@ def root(
     debug: DebugOption = False,
 ) -> None:
     """Several tokens per forward pass, without changing what the model says."""
+
+
+def _open_closed_streams() -> None:
+    """Put the null device where the caller closed a standard stream, so that nothing stumbles over None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # lives as long as the process
 
 
 def _version(value: bool) -> None:

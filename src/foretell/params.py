@@ -124,10 +124,8 @@ class SamplingParams:
                 raise ConfigError(f"`{name}` must be in (0, 1], got {value!r}; 1 turns it off")
         if not 0.0 <= self.min_p <= 1.0:
             raise ConfigError(f"`min_p` must be in [0, 1], got {self.min_p!r}; 0 turns it off")
-        if not (self.repetition_penalty >= 1e-3 and math.isfinite(self.repetition_penalty)):
-            raise ConfigError(
-                f"`repetition_penalty` must be above 0.001, got {self.repetition_penalty!r}; 1 turns it off"
-            )
+        if not (self.repetition_penalty >= 1e-38 and math.isfinite(self.repetition_penalty)):  # float32 knows no less
+            raise ConfigError(f"`repetition_penalty` must be above 0, got {self.repetition_penalty!r}; 1 turns it off")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not -2.0 <= value <= 2.0:

@@ -52,7 +52,8 @@ def pack(tree: TokenTree) -> PackedTree:
     first. Tokens that are already accepted but have to be computed again come in with `log_accept` 0: no other node can
     exceed that, so they lead the chain as long as they were added before any other certain node.
 
-    Source: DESIGN "Canonical rows": rows of the first chain commit by raising the cache's length.
+    Rows of the first chain commit by raising the cache's length, so the more of a path lies in it the less is copied or
+    computed again.
     """
     order = _canonical_order(tree)
     token_ids = [tree.token_ids[node] for node in order.nodes]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretell.errors import ConfigError
-from foretell.hardware.profile import LatencyProfile, assumed_profile
+from foretell.hardware.profile import LatencyProfile
 
 
 def make(**changes: Any) -> LatencyProfile:
@@ -60,7 +60,7 @@ def test_seconds_rise_with_rows_and_context(num_rows: int, context: int, other: 
 def test_json_round_trip() -> None:
     profile = make(is_bit_exact=True, largest_gap=0.25, calibration={"num_buckets": 4})
     assert LatencyProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
-    assert LatencyProfile.from_json(assumed_profile(16).to_json()) == assumed_profile(16)
+    assert LatencyProfile.from_json(make().to_json()) == make()
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,3 @@ def test_a_document_of_other_types_is_refused(name: str, value: Any) -> None:
 def test_anything_but_an_object_is_refused(document: Any) -> None:
     with pytest.raises(ConfigError, match="run `foretell tune` again"):
         LatencyProfile.from_json(document)
-
-
-@pytest.mark.parametrize("max_rows", [1, 6, 7, 16, 64])
-def test_assumed_profile(max_rows: int) -> None:
-    profile = assumed_profile(max_rows)
-    assert profile.max_rows <= max_rows
-    curve = profile.curve(1000)
-    assert curve == sorted(curve)
-    assert curve[0] == curve[min(5, len(curve) - 1)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from foretell.errors import ConfigError
-from foretell.hardware.profile import LatencyProfile, assumed_profile
+from foretell.hardware.profile import LatencyProfile
 from foretell.hardware.store import ProfileStore
 
 KEY = {"model": "tiny", "threads": "2", "dtype": "float32"}
@@ -23,9 +23,12 @@ def store(tmp_path: Path) -> ProfileStore:
 
 
 def profile(key: dict[str, str] = KEY, gap: float = 0.0) -> LatencyProfile:
-    assumed = assumed_profile(16)
     return LatencyProfile(
-        key=key, contexts=assumed.contexts, num_rows=assumed.num_rows, pass_s=assumed.pass_s, largest_gap=gap
+        key=key,
+        contexts=(256,),
+        num_rows=(1, 6, 8, 12, 16),
+        pass_s=((0.02, 0.02, 0.0216, 0.0248, 0.028),),
+        largest_gap=gap,
     )
 
 

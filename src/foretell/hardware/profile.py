@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,10 +95,3 @@ class LatencyProfile:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"a latency profile is damaged ({error!r}): run `foretell tune` again") from None
-
-
-def assumed_profile(max_rows: int) -> LatencyProfile:
-    """Return the curve to start with where nothing was measured: flat to 6 rows, then 4 % a row."""
-    counts: Sequence[int] = [size for size in (1, 6, 8, 12, 16, 24, 32, 48, 64) if size <= max_rows]
-    seconds = tuple(0.02 * (1 + 0.04 * max(0, size - 6)) for size in counts)
-    return LatencyProfile(key={"model": "assumed"}, contexts=(256,), num_rows=tuple(counts), pass_s=(seconds,))

@@ -30,11 +30,11 @@ from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import make_drafter
 from foretell.engine.engine import Engine
 from foretell.engine.measure import quick_profile
-from foretell.engine.runner import Runner
 from foretell.engine.sequence import Request
 from foretell.errors import CapacityError, ConfigError
 from foretell.models.live import fingerprint, num_copied_bytes, read_live, refuse_live
 from foretell.params import SamplingParams
+from foretell.passes.runner import Runner
 from foretell.verify.choose import TokenChooser
 
 _LOG: Final = logging.getLogger(__name__)

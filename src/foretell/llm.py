@@ -19,7 +19,6 @@ from foretell.drafters.next_ids import NextIdsStore
 from foretell.engine.engine import Engine
 from foretell.engine.kept import Kept
 from foretell.engine.measure import quick_profile
-from foretell.engine.runner import CompiledPass, Runner
 from foretell.engine.sequence import TARGET, DecodingSequence, Request
 from foretell.errors import ConfigError, InputError
 from foretell.hardware.pages import use_huge_pages
@@ -31,6 +30,7 @@ from foretell.models.fingerprint import model_fingerprint
 from foretell.models.load import choose_device, choose_dtype, load_model
 from foretell.output import OutputText
 from foretell.params import SamplingParams
+from foretell.passes.runner import CompiledPass, Runner
 from foretell.result import Chunk, Completion
 from foretell.text.tokenizer import Message, Tokenizer
 from foretell.verify.choose import TokenChooser
@@ -102,7 +102,7 @@ class LLM:
         max_tokens = _context_tokens(context_tokens, self.config.max_positions)
         compiled = None
         if compile:
-            from foretell.engine.compiled import load_compiled
+            from foretell.passes.compiled import load_compiled
 
             compiled = load_compiled(
                 model_, files.folder, cache_home() / "compiled", context_tokens=max_tokens, notify=notify

@@ -15,12 +15,12 @@ import torch
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.drafter import Drafter, NoDrafter, Outcome, Proposal
 from foretell.engine.engine import CommitPolicy, Engine
-from foretell.engine.runner import Runner
 from foretell.engine.sequence import DecodingSequence, Emission, Request
 from foretell.hardware.profile import LatencyProfile
 from foretell.models.decoder import Model
 from foretell.models.load import DECODERS, load_model
 from foretell.params import SamplingParams
+from foretell.passes.runner import Runner
 from foretell.tree.token_tree import TokenTree
 from foretell.verify.choose import TokenChooser
 

@@ -12,14 +12,14 @@ import torch
 
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.drafter import NoDrafter
-from foretell.engine import compiled as compiled_module
-from foretell.engine.compiled import CompiledPasses, load_compiled
-from foretell.engine.cuda_graphs import CudaGraphPasses
 from foretell.engine.engine import Engine
-from foretell.engine.rows import Rows
-from foretell.engine.runner import Runner
 from foretell.errors import CompileError
 from foretell.models.load import load_model
+from foretell.passes import compiled as compiled_module
+from foretell.passes.compiled import CompiledPasses, load_compiled
+from foretell.passes.cuda_graphs import CudaGraphPasses
+from foretell.passes.rows import Rows
+from foretell.passes.runner import Runner
 
 CONTEXT_TOKENS = 1024
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from foretell.engine.measure import QUICK_ROW_COUNTS, ROW_COUNTS, compare_rows, measure_profile, quick_profile
-from foretell.engine.runner import PassOutput, Runner
 from foretell.errors import ModelError
 from foretell.models.files import find_default_gguf, resolve
 from foretell.models.load import has_fast_bfloat16, load_model
+from foretell.passes.runner import PassOutput, Runner
 
 KEY = {"model": "tiny"}
 CPU = torch.device("cpu")

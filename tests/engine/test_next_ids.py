@@ -11,9 +11,9 @@ import torch
 
 from foretell.engine import next_ids
 from foretell.engine.next_ids import build_next_ids
-from foretell.engine.rows import Rows
-from foretell.engine.runner import MAX_ROWS, Runner
 from foretell.errors import CapacityError
+from foretell.passes.rows import Rows
+from foretell.passes.runner import MAX_ROWS, Runner
 
 PREFIXES = {"none": [[]], "one": [[5, 9, 11]], "two": [[5, 9, 11], [7]], "with none": [[], [3, 4, 8, 8, 2, 60]]}
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from foretell.drafters.drafter import NoDrafter
-from foretell.engine.runner import PassOutput
 from foretell.errors import NumericsError
 from foretell.params import SamplingParams
+from foretell.passes.runner import PassOutput
 
 
 def spoil(engine: Any, value: float, *, at_pass: int, row: int) -> None:

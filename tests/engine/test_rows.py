@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from foretell.cache.kv_cache import BLOCK
-from foretell.engine.rows import Rows, visible_slots
-from foretell.engine.runner import Runner
 from foretell.params import SamplingParams
+from foretell.passes.rows import Rows, visible_slots
+from foretell.passes.runner import Runner
 from foretell.tree.pack import PackedTree, pack
 from foretell.tree.token_tree import TokenTree
 

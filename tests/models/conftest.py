@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from foretell.cache.kv_cache import Region
-from foretell.engine.rows import RowPacker, Rows
-from foretell.engine.runner import Runner
 from foretell.models.decoder import Model, RowBatch
 from foretell.models.load import load_model
+from foretell.passes.rows import RowPacker, Rows
+from foretell.passes.runner import Runner
 
 CPU = torch.device("cpu")
 WINDOW = 8

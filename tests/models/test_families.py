@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretell.engine.rows import Rows
 from foretell.errors import ModelError
 from foretell.models.load import load_model
+from foretell.passes.rows import Rows
 
 if TYPE_CHECKING:
     from conftest import TinyModel, TreeCase

@@ -66,7 +66,7 @@ def provide_next_ids(llm: LLM, wish: Wish) -> NextIdsReport:
 def _build(llm: LLM) -> KnownNextIds:
     from foretell.cli.terminal import counted
     from foretell.engine.next_ids import build_next_ids
-    from foretell.engine.runner import Runner
+    from foretell.passes.runner import Runner
     from foretell.provenance import provenance
 
     model = llm.engine.runner.model

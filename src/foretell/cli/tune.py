@@ -63,8 +63,8 @@ def tune(
     """Measure T(N), test bit-exactness, calibrate acceptance, and keep it all for this model on this machine."""
     from foretell.cli.documents import print_document
     from foretell.cli.terminal import announce, note_settings
-    from foretell.engine.compiled import CompiledPasses
     from foretell.engine.measure import compare_rows, measure_profile
+    from foretell.passes.compiled import CompiledPasses
     from foretell.provenance import provenance
 
     llm = options.load()

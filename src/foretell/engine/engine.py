@@ -14,12 +14,12 @@ from torch import Tensor
 from foretell.cache.kv_cache import Region
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.drafter import Outcome, Proposal
-from foretell.engine.rows import Rows
-from foretell.engine.runner import MAX_ROWS, Runner
 from foretell.engine.sequence import TARGET, DecodingSequence, Emission, Request
 from foretell.errors import CapacityError, InputError, NumericsError
 from foretell.hardware.budget import buy
 from foretell.hardware.profile import LatencyProfile
+from foretell.passes.rows import Rows
+from foretell.passes.runner import MAX_ROWS, Runner
 from foretell.tree.pack import PackedTree, pack
 from foretell.tree.shape import best_first, prune
 from foretell.tree.token_tree import TokenTree

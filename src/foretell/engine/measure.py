@@ -10,9 +10,9 @@ from statistics import median
 import torch
 
 from foretell.cache.kv_cache import Region
-from foretell.engine.rows import Rows
-from foretell.engine.runner import MAX_ROWS, Runner
 from foretell.hardware.profile import LatencyProfile
+from foretell.passes.rows import Rows
+from foretell.passes.runner import MAX_ROWS, Runner
 
 ROW_COUNTS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 """Row counts that a full measurement looks at."""

@@ -10,9 +10,9 @@ import torch
 
 from foretell.cache.kv_cache import Region
 from foretell.drafters.next_ids import NextIds, id_dtype
-from foretell.engine.rows import Rows
-from foretell.engine.runner import Runner
 from foretell.errors import CapacityError
+from foretell.passes.rows import Rows
+from foretell.passes.runner import Runner
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

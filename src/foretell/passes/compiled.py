@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from foretell.cache.kv_cache import BLOCK
-from foretell.engine.cuda_graphs import CudaGraphPasses
-from foretell.engine.runner import PassOutput
 from foretell.errors import CompileError
 from foretell.models.decoder import Model, RowBatch
 from foretell.models.gpt2 import GPT2
 from foretell.models.layers import PackedLinear
 from foretell.models.llama import Llama
+from foretell.passes.cuda_graphs import CudaGraphPasses
+from foretell.passes.runner import PassOutput
 
 BUCKETS: Final = (4, 6, 12)
 """Row counts that are compiled; a pass is padded to the next one."""

@@ -10,10 +10,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from foretell.engine.runner import PassOutput
 from foretell.models.decoder import RowBatch
 from foretell.models.gpt2 import GPT2
 from foretell.models.llama import Llama
+from foretell.passes.runner import PassOutput
 
 BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64)
 """Row counts that are recorded; a pass is padded to the next one."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from foretell.cache.kv_cache import CacheShape, KVCache
-from foretell.engine.rows import RowPacker, Rows
 from foretell.models.decoder import Model, RowBatch
 from foretell.models.layers import padded_rows
+from foretell.passes.rows import RowPacker, Rows
 
 MAX_ROWS = 64
 """Most rows of one sequence in a decode pass; the cache keeps room for them beyond the context."""

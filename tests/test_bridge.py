@@ -114,7 +114,7 @@ class Oracle(NoDrafter):
     """Prompt and output, without padding."""
     position: int = 0
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Any = None) -> None:
         assert list(prompt_ids) == list(self.truth[: len(prompt_ids)])
         self.position = len(prompt_ids)
 

@@ -107,7 +107,6 @@ def custom_generate(
         max_new_tokens=output.num_tokens_left,
         stop_ids=eos_ids,
         should_stop=output.push,
-        sampling_seed=seed,
     )
     with held.lock:
         _decode(held.engine, request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -15,6 +15,7 @@ import torch
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import make_drafter
 from foretell.drafters.corpus import Corpus
+from foretell.drafters.drafter import DraftSampling
 from foretell.drafters.next_ids import NextIdsStore
 from foretell.engine.engine import Engine
 from foretell.engine.kept import Kept
@@ -238,6 +239,7 @@ class LLM:
         finally:
             if kept is not None:
                 kept.keep(job.sequence)
+                request.drafter.close()
             else:
                 self.engine.finish(job.sequence)
 
@@ -248,6 +250,7 @@ class LLM:
             output = OutputText(self.tokenizer, sampling.stop)
             request = self._request(prompt_ids, sampling, drafter, output, seed, sample)
             if jobs:
+                request = replace(request, drafter=jobs[0].sequence.request.drafter.fork())
                 sequence = self.engine.fork(jobs[0].sequence, request)
             else:
                 sequence = self.engine.start(request)
@@ -282,7 +285,7 @@ class LLM:
             stop_ids=stop_ids,
             should_stop=output.push,
             num_logprobs=sampling.logprobs,
-            sampling_seed=seed,
+            draft_sampling=_draft_sampling(sampling, seed, sample),
         )
 
     def _step(self, jobs: list[_Job]) -> list[_Job]:
@@ -294,10 +297,10 @@ class LLM:
 
     def _complete(self, job: _Job, *, is_kept: bool = False) -> Completion:
         sequence, chunks = job.sequence, job.chunks
-        if not is_kept:
-            self.engine.finish(sequence)
         assert sequence.finish_reason is not None
         sequence.stats.drafter_memory_bytes = sequence.request.drafter.memory_bytes
+        if not is_kept:
+            self.engine.finish(sequence)
         has_logprobs = sequence.request.num_logprobs is not None
         return Completion(
             text="".join(chunk.text for chunk in chunks),
@@ -353,6 +356,19 @@ def _seed(sampling: SamplingParams) -> int | None:
     if sampling.is_greedy:
         return None
     return secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
+
+
+def _draft_sampling(sampling: SamplingParams, seed: int | None, sample: int) -> DraftSampling | None:
+    """Return what drafters with probabilities follow; None when greedy."""
+    if seed is None:
+        return None
+    return DraftSampling(
+        seed=seed,
+        sequence_key=sample,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+    )
 
 
 def _set_threads(threads: int | None) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from foretell.drafters.catalog import DRAFTERS, make_drafter
 from foretell.drafters.combined import CombinedDrafter
 from foretell.drafters.corpus import Corpus
-from foretell.drafters.drafter import Drafter, NoDrafter, Outcome, Proposal
+from foretell.drafters.drafter import Drafter, NoDrafter, Outcome, Proposal, TableDrafter
 from foretell.drafters.grow import MAX_PROBABILITY, MIN_PATH_PROBABILITY
 from foretell.errors import ConfigError
 from foretell.tree.token_tree import TokenTree
@@ -364,7 +364,7 @@ def test_recycling_falls_back_on_the_table() -> None:
 # Combination
 
 
-class Fixed:
+class Fixed(TableDrafter):
     """Proposes the same chain whatever happens."""
 
     needs: frozenset[str] = frozenset()
@@ -374,7 +374,7 @@ class Fixed:
         self.name, self._token_ids, self._probability = name, token_ids, probability
         self.observed: list[Outcome] = []
 
-    def begin(self, prompt_ids: Sequence[int]) -> None: ...
+    def begin(self, prompt_ids: Sequence[int], hidden: Any = None) -> None: ...
 
     def propose(self, proposal: Proposal) -> TokenTree:
         token_ids = [proposal.tip, *self._token_ids][: proposal.max_nodes + 1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from foretell.drafters.calibration import Calibration
-from foretell.drafters.drafter import Drafter, NoDrafter, Outcome, Proposal
+from foretell.drafters.drafter import Drafter, DraftSampling, NoDrafter, Outcome, Proposal, TableDrafter
 from foretell.engine.engine import CommitPolicy, Engine
 from foretell.engine.sequence import DecodingSequence, Emission, Request
 from foretell.hardware.profile import LatencyProfile
@@ -73,7 +73,7 @@ def save_tiny_model(family: str, folder: Path, **fields: Any) -> Path:
 
 
 @dataclass
-class Scripted:
+class Scripted(TableDrafter):
     """A drafter that knows what plain decoding says: subclasses decide what to make of it."""
 
     truth: Sequence[int]
@@ -93,7 +93,7 @@ class Scripted:
     def name(self) -> str:
         return type(self).__name__.lower()
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Any = None) -> None:
         assert list(prompt_ids) == list(self.truth[: len(prompt_ids)])
         self.position = len(prompt_ids)
 
@@ -245,7 +245,9 @@ class Lab:
             stop_ids=frozenset(stop_ids),
             should_stop=should_stop,
             num_logprobs=params.logprobs,
-            sampling_seed=params.seed,
+            draft_sampling=None
+            if params.is_greedy
+            else DraftSampling(seed=params.seed or 0, sequence_key=sequence_key, temperature=params.temperature),
         )
 
     def run(self, engine: Engine, request: Request) -> Run:

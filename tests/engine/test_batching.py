@@ -103,6 +103,8 @@ def test_samples_of_one_prompt(lab: Any, policy: Any) -> None:
         lab.request(prompt, lab.RandomTrees(truth, key), params, sequence_key=key) for key, truth in enumerate(truths)
     ]
     first = engine.start(requests[0])
+    for request in requests[1:]:
+        request.drafter.begin(prompt)
     sequences = [first, *(engine.fork(first, request) for request in requests[1:])]
     while active := [each for each in sequences if not each.is_finished]:
         engine.step(active)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretell.drafters.calibration import Calibration
-from foretell.drafters.drafter import Outcome, Proposal
+from foretell.drafters.drafter import Outcome, Proposal, TableDrafter
 from foretell.engine.engine import Engine
 from foretell.hardware.profile import LatencyProfile
 from foretell.params import SamplingParams
@@ -32,14 +32,14 @@ class Clock:
         return self.now_s
 
 
-class Timed:
+class Timed(TableDrafter):
     """A drafter whose proposals take time."""
 
     def __init__(self, drafter: Any, clock: Clock, draft_s: float) -> None:
         self.drafter, self.clock, self.draft_s = drafter, clock, draft_s
         self.name, self.needs, self.memory_bytes = drafter.name, drafter.needs, 0
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Any = None) -> None:
         self.drafter.begin(prompt_ids)
 
     def observe(self, outcome: Outcome) -> None:
@@ -99,7 +99,7 @@ def test_a_useless_drafter_costs_at_most_3_percent(lab: Any, truth: list[int], d
     assert machine.clock.now_s <= 1.03 * plain_s(257)
 
 
-class Late:
+class Late(TableDrafter):
     """Lies until `turn`, then knows everything."""
 
     name, needs, memory_bytes = "late", frozenset[str](), 0
@@ -107,7 +107,7 @@ class Late:
     def __init__(self, lab: Any, truth: list[int], turn: int) -> None:
         self.liar, self.oracle, self.turn = lab.Liar(truth), lab.Oracle(truth), turn
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Any = None) -> None:
         self.liar.begin(prompt_ids)
         self.oracle.begin(prompt_ids)
 
@@ -250,9 +250,9 @@ def test_what_a_drafter_may_propose(lab: Any, truth: list[int]) -> None:
     for proposal in drafter.proposals:
         assert proposal.max_nodes + 1 + len(proposal.ahead) == 16
         assert proposal.max_depth >= 1
-        assert proposal.seed is None
+        assert proposal.sampling is None
     sampled = SamplingParams(max_new_tokens=10, temperature=1.0, seed=77)
     ids = lab.decode(None, truth[:5], sampled)
     drafter = lab.Oracle(ids)
     lab.run(lab.engine(), lab.request(truth[:5], drafter, sampled))
-    assert {proposal.seed for proposal in drafter.proposals} == {77}
+    assert {proposal.sampling.seed for proposal in drafter.proposals} == {77}

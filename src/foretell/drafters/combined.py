@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Final
 
-from foretell.drafters.drafter import Drafter, Outcome, Proposal
+from foretell.drafters.drafter import Drafter, DraftWork, Outcome, Proposal
 from foretell.tree.merge import merge
 from foretell.tree.shape import prune
 from foretell.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CombinedDrafter:
@@ -27,9 +31,9 @@ class CombinedDrafter:
         self.needs: frozenset[str] = frozenset().union(*(drafter.needs for drafter in drafters))
         self._drafters: Final = tuple(drafters)
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
         for drafter in self._drafters:
-            drafter.begin(prompt_ids)
+            drafter.begin(prompt_ids, hidden)
 
     def propose(self, proposal: Proposal) -> TokenTree:
         trees = [drafter.propose(proposal) for drafter in self._drafters]
@@ -41,6 +45,15 @@ class CombinedDrafter:
 
     def fork(self) -> CombinedDrafter:
         return CombinedDrafter([drafter.fork() for drafter in self._drafters], self.name)
+
+    def close(self) -> None:
+        for drafter in self._drafters:
+            drafter.close()
+
+    @property
+    def work(self) -> DraftWork:
+        works = [drafter.work for drafter in self._drafters]
+        return DraftWork(*(sum(getattr(work, name.name) for work in works) for name in fields(DraftWork)))
 
     @property
     def memory_bytes(self) -> int:

@@ -13,6 +13,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How the target samples, as far as a drafter with probabilities can follow it cheaply."""
+
+    seed: int
+    sequence_key: int
+    """With the seed the key of the noise, see `foretell.verify.noise`."""
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """What the step allows a drafter to propose."""
 
@@ -25,8 +37,10 @@ class Proposal:
     ahead: tuple[int, ...] = ()
     """Tokens after the root that will almost surely follow but were not observed yet. The draft continues after the
     last of them, and its root is that token, or `root` where there are none."""
-    seed: int | None = None
-    """Key of the noise when sampling, None when greedy."""
+    sampling: DraftSampling | None = None
+    """None when greedy."""
+    pass_s: Sequence[float] = ()
+    """Seconds that the target's pass is expected to take with 0, 1, 2, … of the draft's nodes; empty: not known."""
 
     @property
     def tip(self) -> int:
@@ -41,9 +55,27 @@ class Outcome:
     token_ids: Sequence[int]
     """Tokens that the step emitted, in order."""
     hidden: Tensor | None = None
-    """Final hidden states of the committed rows, [A, E]."""
+    """The target's final hidden states that these tokens were chosen from, [A, E]: those of the tokens before them."""
+    ahead_hidden: Tensor | None = None
+    """The same for the tokens that the next proposal has as `ahead`, [K, E]; computed elsewhere in the pass, so that
+    they may differ in the last bits from what the next pass will find."""
     top_ids: Sequence[Sequence[int]] | None = None
     """For each committed row, the target's most likely next ids, best first."""
+
+
+@dataclass(slots=True)
+class DraftWork:
+    """What a drafter that runs a model did, since `begin`."""
+
+    num_passes: int = 0
+    """Passes of the draft model, the prompt's excluded."""
+    num_rows: int = 0
+    num_confirmed: int = 0
+    """Tokens of the second stage that the draft model's own choice confirmed: each is a pass that it did not need."""
+    num_staged_passes: int = 0
+    """Passes that carried a draft of the second stage."""
+    num_bytes: int = 0
+    """Weights, keys and values that those passes read."""
 
 
 class Drafter(Protocol):
@@ -53,8 +85,14 @@ class Drafter(Protocol):
     needs: frozenset[str]
     """Names of `Outcome` fields that the drafter wants besides `token_ids`."""
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Forget everything learned from a sequence and start another; `prompt_ids` may be of length 1."""
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
+        """Forget everything learned from a sequence and start another.
+
+        Args:
+            prompt_ids: may be of length 1.
+            hidden: the target's final hidden states of the prompt's tokens but the last, [P - 1, E], or of the last of
+                them where earlier ones were not computed; only if the drafter `needs` "hidden".
+        """
 
     def propose(self, proposal: Proposal) -> TokenTree:
         """Return a tree rooted at `proposal.root`; may be the root alone."""
@@ -65,20 +103,37 @@ class Drafter(Protocol):
     def fork(self) -> Drafter:
         """Return an independent copy, for a sequence forked from this one."""
 
+    def close(self) -> None:
+        """Give back what the drafter holds; it is not used any more."""
+
+    @property
+    def work(self) -> DraftWork:
+        """Counters since `begin`."""
+
     @property
     def memory_bytes(self) -> int:
         """Bytes held by tables, weights and caches of this drafter."""
 
 
+class TableDrafter:
+    """What all drafters share that run no model."""
+
+    def close(self) -> None: ...
+
+    @property
+    def work(self) -> DraftWork:
+        return DraftWork()
+
+
 @dataclass
-class NoDrafter:
+class NoDrafter(TableDrafter):
     """Plain decoding: proposes nothing."""
 
     name: str = "none"
     needs: frozenset[str] = field(default_factory=frozenset)
     memory_bytes: int = 0
 
-    def begin(self, prompt_ids: Sequence[int]) -> None: ...
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None: ...
 
     def propose(self, proposal: Proposal) -> TokenTree:
         return TokenTree.root(proposal.tip)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foretell.drafters.backoff import MAX_FOLLOWERS, Level, back_off
-from foretell.drafters.drafter import Outcome, Proposal
+from foretell.drafters.drafter import Outcome, Proposal, TableDrafter
 from foretell.drafters.grow import MIN_PATH_PROBABILITY, grow
 from foretell.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SIZES: Final = (3, 2, 1)
 """Tokens of the n-grams looked up, longest first."""
@@ -24,7 +27,7 @@ Match = tuple[int, int]
 """Place of the next token to copy, and how many tokens before it agree."""
 
 
-class LookupDrafter:
+class LookupDrafter(TableDrafter):
     """Merges the continuations of all matches of the last three, two and one tokens into one trie.
 
     How far a match agrees backwards says how likely it goes on.
@@ -44,7 +47,7 @@ class LookupDrafter:
         self._history: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}  # {n-gram: where its continuations start}
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
         self._history, self._places = [], {}
         self._learn(prompt_ids)
 

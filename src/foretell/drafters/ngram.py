@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foretell.drafters.backoff import MAX_FOLLOWERS, Level, back_off
-from foretell.drafters.drafter import Outcome, Proposal
+from foretell.drafters.drafter import Outcome, Proposal, TableDrafter
 from foretell.drafters.grow import MIN_PATH_PROBABILITY, grow
 from foretell.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_ORDER: Final = 4
 """Tokens of the longest context."""
@@ -18,7 +21,7 @@ Context = tuple[int, ...]
 """The last tokens, at most `MAX_ORDER`."""
 
 
-class NgramDrafter:
+class NgramDrafter(TableDrafter):
     """Backs off from the last four tokens to the last one.
 
     Args:
@@ -35,7 +38,7 @@ class NgramDrafter:
         self._followers: dict[Context, dict[int, int]] = {}  # {context: {token: count}}, the most recent token last
         self._context: Context = ()
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
         self._followers, self._context = {}, ()
         self._learn(prompt_ids)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from foretell.drafters.drafter import Outcome, Proposal
+from foretell.drafters.drafter import Outcome, Proposal, TableDrafter
 from foretell.drafters.grow import grow
 from foretell.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from foretell.drafters.next_ids import NextIds
 
 MAX_ORDER: Final = 3
@@ -31,7 +33,7 @@ Context = tuple[int, ...]
 """The last tokens, at most `MAX_ORDER`."""
 
 
-class RecycleDrafter:
+class RecycleDrafter(TableDrafter):
     """Remembers for the last one to three tokens the target's most likely next ids, the newest ranking only.
 
     Unlike counts it can propose tokens that never followed the context in this text.
@@ -54,7 +56,7 @@ class RecycleDrafter:
         self._rankings: dict[Context, Sequence[int]] = {}
         self._context: Context = ()
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
         self._rankings = {}
         self._context = tuple(prompt_ids[-MAX_ORDER:])
 

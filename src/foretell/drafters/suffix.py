@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from foretell.drafters.automaton import NO_MATCH, Match, SuffixAutomaton
 from foretell.drafters.backoff import Level, back_off
 from foretell.drafters.corpus import Corpus
-from foretell.drafters.drafter import Outcome, Proposal
+from foretell.drafters.drafter import Outcome, Proposal, TableDrafter
 from foretell.drafters.grow import MIN_PATH_PROBABILITY, grow
 from foretell.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Matches = tuple[Match, Match]
 """In the text and in the corpus."""
 
 
-class SuffixDrafter:
+class SuffixDrafter(TableDrafter):
     """Backs off from the longest match of any length to the last token, in the sequence's own text and in a corpus.
 
     Args:
@@ -35,7 +39,7 @@ class SuffixDrafter:
         self._text = SuffixAutomaton()
         self._quote = NO_MATCH  # the longest suffix of the text that the corpus holds
 
-    def begin(self, prompt_ids: Sequence[int]) -> None:
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
         self._text, self._quote = SuffixAutomaton(), NO_MATCH
         self._learn(prompt_ids)
 

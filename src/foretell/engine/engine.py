@@ -90,13 +90,16 @@ class Engine:
         region = reuse if reuse is not None else cache.allocate(min(len(prompt_ids) + MAX_ROWS, cache.shape.max_slots))
         sequence = DecodingSequence(request, region, list(prompt_ids), started_s=started_s)
         sequence.stats.num_prompt_tokens = len(prompt_ids)
-        self._prefill(sequence)
-        request.drafter.begin(prompt_ids)
+        hidden = self._prefill(sequence)
+        request.drafter.begin(prompt_ids, hidden)
         sequence.stats.prefill_s = self._clock() - started_s
         return sequence
 
     def fork(self, sequence: DecodingSequence, request: Request) -> DecodingSequence:
-        """Return a sequence for another request with the same prompt, before `sequence` has taken a step."""
+        """Return a sequence for another request with the same prompt, before `sequence` has taken a step.
+
+        The request's drafter has begun already, or is a fork of one that has.
+        """
         assert sequence.num_new_tokens == 0
         assert list(request.prompt_ids) == sequence.token_ids
         fork = DecodingSequence(
@@ -104,7 +107,6 @@ class Engine:
         )
         fork.stats.num_prompt_tokens = len(request.prompt_ids)
         fork.stats.prefill_s = sequence.stats.prefill_s
-        request.drafter.begin(request.prompt_ids)
         return fork
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
@@ -137,16 +139,24 @@ class Engine:
         return [emissions[id(sequence)] for sequence in sequences]
 
     def finish(self, sequence: DecodingSequence) -> None:
-        """Give back the sequence's slots."""
+        """Give back the sequence's slots, and what its drafter holds."""
         self.runner.cache.free(sequence.region)
+        sequence.request.drafter.close()
 
-    def _prefill(self, sequence: DecodingSequence) -> None:
-        """Compute keys and values of all tokens but the last, which is the first pass's root."""
+    def _prefill(self, sequence: DecodingSequence) -> Tensor | None:
+        """Compute keys and values of all tokens but the last, which is the first pass's root.
+
+        Returns the hidden states of what was computed, [C, E], where the drafter needs them.
+        """
         region, token_ids = sequence.region, sequence.token_ids
+        keeps_hidden, hidden = "hidden" in sequence.request.drafter.needs, []
         self.runner.cache.reserve(region, len(token_ids))
         while region.length < len(token_ids) - 1:
             chunk = token_ids[region.length : min(region.length + PREFILL_ROWS, len(token_ids) - 1)]
-            self.runner.prefill(Rows.chain(region, chunk))
+            states = self.runner.prefill(Rows.chain(region, chunk))
+            if keeps_hidden:
+                hidden.append(states)
+        return torch.cat(hidden) if hidden else None
 
     # Propose and buy
 
@@ -159,7 +169,7 @@ class Engine:
         max_depth = self._max_depth(sequence)
         proposed = None
         if max_depth >= num_certain and len(curve) > num_certain and sequence.gate.is_open():
-            proposed = self._propose(sequence, num_certain - 1, max_depth, len(curve))
+            proposed = self._propose(sequence, num_certain - 1, max_depth, curve)
             tree = _graft(tree, self.calibration.calibrate(proposed))
             if len(tree) > num_certain:
                 draft_s = self._clock() - started_s
@@ -178,15 +188,16 @@ class Engine:
             proposed=proposed,
         )
 
-    def _propose(self, sequence: DecodingSequence, num_ahead: int, max_depth: int, max_rows: int) -> TokenTree:
+    def _propose(self, sequence: DecodingSequence, num_ahead: int, max_depth: int, curve: Sequence[float]) -> TokenTree:
         """Return what the drafter proposes below the root and `num_ahead` provisional tokens."""
         request = sequence.request
         proposal = Proposal(
             root=sequence.token_ids[-1],
             ahead=tuple(sequence.provisional[:num_ahead]),
-            max_nodes=min(max_rows - 1 - num_ahead, MAX_DRAFT_NODES),
+            max_nodes=min(len(curve) - 1 - num_ahead, MAX_DRAFT_NODES),
             max_depth=max_depth - num_ahead,
-            seed=request.sampling_seed,
+            sampling=request.draft_sampling,
+            pass_s=curve[num_ahead:],
         )
         return request.drafter.propose(proposal)
 
@@ -263,7 +274,7 @@ class Engine:
         rows = [0, *verdict.accepted][:num_kept]
         self.runner.cache.commit_rows(sequence.region, rows)
         assert sequence.region.length == len(sequence.token_ids) - 1
-        self._observe(sequence, emitted, rows, logits, hidden)
+        self._observe(sequence, emitted, [0, *verdict.accepted], logits, hidden)
         return emitted
 
     def _emit(self, sequence: DecodingSequence, draft: _Draft, verdict: Verdict, logits: Tensor) -> list[Emission]:
@@ -315,13 +326,16 @@ class Engine:
             self.calibration.update(draft.proposed, walked[draft.num_provisional :])
 
     def _observe(
-        self, sequence: DecodingSequence, emitted: list[Emission], rows: list[int], logits: Tensor, hidden: Tensor
+        self, sequence: DecodingSequence, emitted: list[Emission], path: list[int], logits: Tensor, hidden: Tensor
     ) -> None:
-        """Tell the drafter what was emitted, and compute only what it asked for."""
-        drafter = sequence.request.drafter
+        """Tell the drafter what was emitted, and compute only what it asked for. `path`: rows that chose tokens."""
+        drafter, num_emitted = sequence.request.drafter, len(emitted)
+        rows, rows_ahead = path[:num_emitted], path[num_emitted : num_emitted + len(sequence.provisional)]
+        needs_hidden = "hidden" in drafter.needs
         outcome = Outcome(
             [emission.token_id for emission in emitted],
-            hidden=hidden[rows] if "hidden" in drafter.needs else None,
+            hidden=hidden[rows] if needs_hidden else None,
+            ahead_hidden=hidden[rows_ahead] if needs_hidden and rows_ahead else None,
             top_ids=_top_ids(logits[rows]) if "top_ids" in drafter.needs else None,
         )
         drafter.observe(outcome)

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from foretell.cache.kv_cache import Region
-from foretell.drafters.drafter import Drafter
+from foretell.drafters.drafter import Drafter, DraftSampling
 from foretell.hardware.budget import DraftGate
 from foretell.result import FinishReason, Stats, TokenLogprobs
 
@@ -40,8 +40,8 @@ class Request:
     should_stop: Callable[[int], bool] | None = None
     """Called once for every emitted token, in order; True ends the sequence with that token."""
     num_logprobs: int | None = None
-    sampling_seed: int | None = None
-    """Key of the noise, for drafters that couple to it; None when greedy."""
+    draft_sampling: DraftSampling | None = None
+    """What drafters with probabilities need to know of the chooser; None when greedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class RowBatch:
     """First slot that sliding layers read, a multiple of the attention block."""
     embeddings: Tensor | None = None
     """[B, N, E]: input embeddings in place of those of `token_ids`."""
+    features: Tensor | None = None
+    """[B, N, E]: what a draft model reads beside `token_ids`, see `foretell.models.draft`."""
 
     @property
     def num_rows(self) -> int:

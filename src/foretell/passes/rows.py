@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,9 +28,12 @@ class Rows:
     region: Region
     token_ids: Sequence[int]
     depths: Sequence[int]
-    """A row's position is the region's length plus this."""
+    """A row's position is the region's length plus this; negative where slots before hold a tree, not a text."""
     mask: NDArray[np.bool_]
-    """[N, N]: row i sees row j. Every row sees itself and all committed slots."""
+    """[N, M + N]: row i sees the slot of column j. The last N columns are the rows' own, the first M the slots just
+    before; slots before those are seen by every row. M is 0 but for a draft's levels."""
+    features: Tensor | None = None
+    """[N, E]: what a draft model reads beside the tokens, see `foretell.models.draft`."""
 
     @classmethod
     def chain(cls, region: Region, token_ids: Sequence[int]) -> Rows:
@@ -46,12 +50,19 @@ class RowPacker:
         dtype: of the masks, the model's.
         device: where batches go.
         skips_blocks: sliding layers read no block before their window; compiled passes take the whole context.
+        slot_grain: read a multiple of so many slots; None takes those that leave a row's bits as they are.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, skips_blocks: bool = True
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        skips_blocks: bool = True,
+        slot_grain: int | None = None,
     ) -> None:
-        self._skips_blocks = skips_blocks
+        self._skips_blocks, self._slot_grain = skips_blocks, slot_grain
         self._config, self._dtype, self._device = config, dtype, device
         self._buffers: dict[tuple[int, ...], Tensor] = {}
         self._queries_per_kv = config.num_heads // config.num_kv_heads
@@ -75,7 +86,7 @@ class RowPacker:
             positions[index, :size] = rows.depths
         positions += starts[:, None]
         slots = starts[:, None] + np.arange(num_rows)  # [B, N]
-        num_slots = visible_slots(int(starts.max()) + num_rows)
+        num_slots = visible_slots(int(starts.max()) + num_rows, self._slot_grain)
         bias = self._bias(sequences, num_rows, num_slots)  # [B, 1, N, S]
         local_bias, first_local_slot = None, 0
         window = self._config.sliding_window
@@ -91,6 +102,7 @@ class RowPacker:
             bias=self._fold(bias),
             local_bias=local_bias,
             first_local_slot=first_local_slot,
+            features=_pad_features(sequences, num_rows),
         )
 
     def _bias(self, sequences: Sequence[Rows], num_rows: int, num_slots: int) -> Tensor:
@@ -102,9 +114,10 @@ class RowPacker:
         bias = self._buffers[key].fill_(-torch.inf)  # [B, 1, N, S]
         for index, rows in enumerate(sequences):
             start, size = rows.region.length, len(rows.token_ids)
+            first = start + size - rows.mask.shape[1]  # slot of the mask's first column
             seen = bias[index, 0]  # [N, S]
-            seen[:size, :start] = 0
-            seen[:size, start : start + size].masked_fill_(torch.from_numpy(rows.mask), 0)
+            seen[:size, :first] = 0
+            seen[:size, first : start + size].masked_fill_(torch.from_numpy(rows.mask), 0)
             seen[size:, start + size : start + num_rows].fill_diagonal_(0)
         return bias
 
@@ -130,7 +143,23 @@ class RowPacker:
         return folded.reshape(num_sequences, 1, -1, num_slots).to(self._device)
 
 
-def visible_slots(num_slots: int) -> int:
-    """Return how many slots a pass reads when the last of its rows lies in slot `num_slots - 1`: a multiple of 128."""
+def _pad_features(sequences: Sequence[Rows], num_rows: int) -> Tensor | None:
+    """Return the rows' features padded with zeros, [B, N, E]; None where the model reads none."""
+    features = [rows.features for rows in sequences if rows.features is not None]
+    if not features:
+        return None
+    assert len(features) == len(sequences)
+    if len(features) == 1:
+        return F.pad(features[0], (0, 0, 0, num_rows - len(features[0])))[None]  # [1, N, E]
+    return torch.stack([F.pad(each, (0, 0, 0, num_rows - len(each))) for each in features])  # [B, N, E]
+
+
+def visible_slots(num_slots: int, grain: int | None = None) -> int:
+    """Return how many slots a pass reads when the last of its rows lies in slot `num_slots - 1`.
+
+    A multiple of 128, and few enough of the last block; with `grain` the next multiple of that.
+    """
+    if grain is not None:
+        return -(-num_slots // grain) * grain
     before = (num_slots - 1) // BLOCK * BLOCK
     return before + next(size for size in _LAST_BLOCK if before + size >= num_slots)

@@ -52,9 +52,17 @@ class Runner:
         model: the target.
         context_tokens: positions that a sequence may have.
         compiled: passes compiled for a few row counts; without them every pass is eager.
+        slot_grain: see `RowPacker`; for passes whose bits need not equal another pass's.
     """
 
-    def __init__(self, model: Model, context_tokens: int, compiled: CompiledPass | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        context_tokens: int,
+        compiled: CompiledPass | None = None,
+        *,
+        slot_grain: int | None = None,
+    ) -> None:
         self.model, self.context_tokens, self.compiled = model, context_tokens, compiled
         config = model.config
         self.cache = KVCache(
@@ -67,7 +75,9 @@ class Runner:
                 device=model.device,
             )
         )
-        self._packer = RowPacker(config, model.dtype, model.device, skips_blocks=compiled is None)
+        self._packer = RowPacker(
+            config, model.dtype, model.device, skips_blocks=compiled is None, slot_grain=slot_grain
+        )
         self._queries_per_kv = config.num_heads // config.num_kv_heads
 
     def padded(self, num_rows: int, num_sequences: int = 1) -> int:

@@ -23,7 +23,7 @@ def test_documents_survive_a_file(tmp_path: Path) -> None:
 def test_a_damaged_shard_is_told(tmp_path: Path) -> None:
     path = tmp_path / "shard.npz"
     path.write_bytes(b"PK\x03\x04 cut")
-    with pytest.raises(InputError, match="is damaged .*: delete it"):
+    with pytest.raises(InputError, match=r"is damaged .*: delete it"):
         Documents.load(path)
     np.savez(path, token_ids=np.zeros(3, np.int32))
     with pytest.raises(InputError, match="is damaged"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +87,9 @@ class Documents:
             InputError: the file is damaged.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return cls(arrays["token_ids"], arrays["starts"], arrays["kinds"])
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise InputError(f"{path} is damaged ({error}): delete it, and it will be written again") from None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import DRAFTERS
+from foretell.drafters.drafter import DraftWork, NoDrafter
 from foretell.drafters.next_ids import KnownNextIds, NextIdsStore
 from foretell.engine.next_ids import build_next_ids
 from foretell.errors import CapacityError, ConfigError, InputError, ModelError, NumericsError
@@ -247,6 +248,18 @@ def test_stats_add_up(llm: LLM) -> None:
             assert stats.num_plain_passes <= stats.num_passes
             assert 0 < stats.first_token_s <= stats.first_token_s + stats.decode_s
             assert stats.prefill_s <= stats.first_token_s
+
+
+def test_stats_hold_what_the_drafter_counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(NoDrafter):
+        work = DraftWork(num_passes=3, num_rows=12, num_confirmed=2, num_staged_passes=1, num_bytes=700)
+
+    monkeypatch.setattr("foretell.llm.make_drafter", lambda *_, **__: Counting())
+    (completion,) = llm.generate("ab", SamplingParams(max_new_tokens=4))
+    stats = completion.stats
+    assert (stats.num_draft_passes, stats.num_draft_rows, stats.num_confirmed) == (3, 12, 2)
+    assert (stats.num_staged_passes, stats.draft_bytes) == (1, 700)
+    assert stats.target_bytes > 4 * llm.engine.runner.model.num_bytes
 
 
 # Log-probabilities

@@ -299,6 +299,7 @@ class LLM:
         sequence, chunks = job.sequence, job.chunks
         assert sequence.finish_reason is not None
         sequence.stats.drafter_memory_bytes = sequence.request.drafter.memory_bytes
+        sequence.stats.take_draft_work(sequence.request.drafter.work)
         if not is_kept:
             self.engine.finish(sequence)
         has_logprobs = sequence.request.num_logprobs is not None

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "context"]
 """`stop`: EOS, a stop id or a stop string; `length`: `max_new_tokens`; `context`: the model's context is full."""
+
+
+class DraftCounters(Protocol):
+    """What a drafter counts of the model that it runs; all zero where it runs none."""
+
+    num_passes: int
+    num_rows: int
+    num_confirmed: int
+    num_staged_passes: int
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -43,6 +53,23 @@ class Stats:
     """Time spent in target passes after prefill, the first included; in a batch the whole pass's."""
     drafter_memory_bytes: int = 0
     """What the drafter held when the request ended."""
+    num_draft_passes: int = 0
+    """Passes of a draft model, its prompt's excluded."""
+    num_draft_rows: int = 0
+    num_confirmed: int = 0
+    """Tokens of the second stage that the draft model's own choice confirmed: each is a pass that it did not need."""
+    num_staged_passes: int = 0
+    """Draft passes that carried a draft of the second stage."""
+    target_bytes: int = 0
+    """Weights, committed keys and values that target passes after prefill read; in a batch the weights are shared."""
+    draft_bytes: int = 0
+    """The same for draft passes."""
+
+    def take_draft_work(self, work: DraftCounters) -> None:
+        """Copy what the drafter counted."""
+        self.num_draft_passes, self.num_draft_rows = work.num_passes, work.num_rows
+        self.num_confirmed, self.num_staged_passes = work.num_confirmed, work.num_staged_passes
+        self.draft_bytes = work.num_bytes
 
     @property
     def tokens_per_pass(self) -> float:
@@ -59,6 +86,27 @@ class Stats:
     def rows_per_pass(self) -> float:
         """Rows per target pass."""
         return self.num_rows / self.num_passes if self.num_passes else 0.0
+
+    @property
+    def draft_passes_per_token(self) -> float:
+        """Draft passes per emitted token; 0 before the first token."""
+        return self.num_draft_passes / self.num_output_tokens if self.num_output_tokens else 0.0
+
+    @property
+    def e2(self) -> float:
+        """Tokens of the draft's own choice per draft pass, E₂; 1 without a second stage."""
+        return 1.0 + (self.num_confirmed / self.num_draft_passes if self.num_draft_passes else 0.0)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that target and draft passes read per emitted token; 0 before the first token."""
+        return (self.target_bytes + self.draft_bytes) / self.num_output_tokens if self.num_output_tokens else 0.0
+
+    @property
+    def draft_share(self) -> float:
+        """Share of the time after prefill that drafting took; 0 before the first token."""
+        total_s = self.first_token_s - self.prefill_s + self.decode_s
+        return self.draft_s / total_s if total_s > 0 else 0.0
 
     @property
     def tokens_per_s(self) -> float:

@@ -35,5 +35,8 @@ def completion_document(completion: Completion) -> dict[str, Any]:
 def stats_document(stats: Stats) -> dict[str, Any]:
     """Return counters and the ratios made of them."""
     counters = {field.name: getattr(stats, field.name) for field in fields(stats)}
-    ratios = ("tokens_per_pass", "acceptance_rate", "rows_per_pass", "tokens_per_s", "end_to_end_tokens_per_s")
+    ratios = (
+        "tokens_per_pass", "acceptance_rate", "rows_per_pass", "draft_passes_per_token", "e2", "bytes_per_token",
+        "draft_share", "tokens_per_s", "end_to_end_tokens_per_s",
+    )  # fmt: skip
     return counters | {name: getattr(stats, name) for name in ratios}

@@ -248,6 +248,8 @@ class Engine:
         forward_s = self._clock() - forward_started_s
         for index, (sequence, draft) in enumerate(zip(group, drafts, strict=True)):
             sequence.stats.forward_s += forward_s
+            sequence.stats.target_bytes += self.runner.weight_bytes // len(group)
+            sequence.stats.target_bytes += self.runner.visible_bytes(sequence.region.length)
             emissions[id(sequence)] = self._settle(sequence, draft, output.logits[index], output.hidden[index])
             self._record_time(sequence, draft, len(emissions[id(sequence)]))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretell.cache.kv_cache import CacheShape, KVCache
+from foretell.models.config import SLIDING
 from foretell.models.decoder import Model, RowBatch
 from foretell.models.layers import padded_rows
 from foretell.passes.rows import RowPacker, Rows
@@ -79,6 +80,15 @@ class Runner:
             config, model.dtype, model.device, skips_blocks=compiled is None, slot_grain=slot_grain
         )
         self._queries_per_kv = config.num_heads // config.num_kv_heads
+        self.weight_bytes = model.num_bytes  # added up once: that takes 0.1 ms
+
+    def visible_bytes(self, num_slots: int) -> int:
+        """Return the bytes of so many committed slots that a pass sees; in sliding layers they are the window's."""
+        shape, config = self.cache.shape, self.model.config
+        num_local = config.layer_types.count(SLIDING)
+        num_local_slots = num_slots if config.sliding_window is None else min(num_slots, config.sliding_window - 1)
+        layer_bytes = shape.slot_bytes // shape.num_layers
+        return layer_bytes * ((shape.num_layers - num_local) * num_slots + num_local * num_local_slots)
 
     def padded(self, num_rows: int, num_sequences: int = 1) -> int:
         """Return how many rows per sequence a decode pass of `num_rows` really computes."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from foretell.bench.run import run_bench
+from foretell.bench.runner import NoProgress
 from foretell.bench.settings import BenchSettings, EngineSettings
 from foretell.errors import ConfigError, InputError
 from foretell.params import SamplingParams
@@ -30,7 +31,7 @@ def settings(**options: Any) -> BenchSettings:
 
 
 def run(llm: Any, **options: Any) -> Any:
-    return run_bench(settings(**options), open_llm=lambda engine: llm, clock=llm.clock)
+    return run_bench(settings(**options), open_llm=lambda *_: llm, clock=llm.clock)
 
 
 def test_a_run_from_settings_to_rows(fake_llm: Callable[..., Any]) -> None:
@@ -84,6 +85,20 @@ def test_sampling_is_passed_on_and_gets_a_seed(fake_llm: Callable[..., Any]) -> 
     assert {(sampling.temperature, sampling.seed) for _, _, sampling in llm.calls} == {(0.8, 0)}
 
 
+def test_what_takes_long_at_loading_is_told(fake_llm: Callable[..., Any]) -> None:
+    class Notes(NoProgress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    def open_llm(engine: EngineSettings, notify: Callable[[str], None]) -> Any:
+        notify("compiling passes")
+        return fake_llm()
+
+    notes: list[str] = []
+    run_bench(settings(limit=1, repeats=1), Notes(), open_llm=open_llm)
+    assert notes[:2] == ["loading the model", "compiling passes"]
+
+
 def test_memory_is_asked_for_each_arm_with_the_resolved_engine(fake_llm: Callable[..., Any]) -> None:
     asked: list[Any] = []
 
@@ -94,7 +109,7 @@ def test_memory_is_asked_for_each_arm_with_the_resolved_engine(fake_llm: Callabl
     llm = fake_llm()
     engine = EngineSettings(model="some/model")
     report = run_bench(
-        settings(has_memory=True, engine=engine), open_llm=lambda _: llm, memory_of=memory_of, clock=llm.clock
+        settings(has_memory=True, engine=engine), open_llm=lambda *_: llm, memory_of=memory_of, clock=llm.clock
     )
     assert asked[0] == ["none", "lookup", "all"]
     assert asked[1] == EngineSettings(model="some/model", dtype="float32", device="cpu", threads=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,8 @@ def check_drafters(names: Sequence[str]) -> None:
         make_drafter(name, eos_ids=frozenset(), corpus=())
 
 
-def load_llm(engine: EngineSettings) -> BenchLLM:
-    """Load the model that serves all of foretell's arms."""
+def load_llm(engine: EngineSettings, notify: Callable[[str], None] | None = None) -> BenchLLM:
+    """Load the model that serves all of foretell's arms; `notify` is called before what takes long."""
     from foretell.llm import LLM
 
     return LLM(
@@ -35,6 +35,7 @@ def load_llm(engine: EngineSettings) -> BenchLLM:
         compile=engine.compile,
         context_tokens=engine.context_tokens,
         corpus=engine.corpus,
+        notify=notify,
     )
 
 

@@ -22,6 +22,7 @@ from foretell.bench.settings import BenchSettings, EngineSettings
 from foretell.bench.suites import BenchPrompt, load_suite
 from foretell.provenance import provenance
 
+OpenLLM = Callable[[EngineSettings, Callable[[str], None]], BenchLLM]
 MeasureMemory = Callable[[Sequence[str], EngineSettings, Progress], Mapping[str, int | None]]
 
 
@@ -29,7 +30,7 @@ def run_bench(
     settings: BenchSettings,
     progress: Progress | None = None,
     *,
-    open_llm: Callable[[EngineSettings], BenchLLM] = load_llm,
+    open_llm: OpenLLM = load_llm,
     memory_of: MeasureMemory = measure_memory,
     clock: Clock = time.perf_counter,
 ) -> BenchReport:
@@ -40,7 +41,8 @@ def run_bench(
     Args:
         settings: what to measure.
         progress: told how far it is.
-        open_llm: loads the model; one serves all of foretell's arms, so that they share its weights.
+        open_llm: loads the model and says what takes long; one serves all of foretell's arms, so that they share its
+            weights.
         memory_of: measures memory.
         clock: seconds since some fixed moment.
 
@@ -55,7 +57,7 @@ def run_bench(
     prompts = load_suite(settings.suite, limit=settings.limit, category=settings.category)
 
     progress.note("loading the model")
-    llm = open_llm(settings.engine)
+    llm = open_llm(settings.engine, progress.note)
     engine = resolved_engine(llm, settings.engine)
     prompt_ids = [encode_prompt(llm, prompt) for prompt in prompts]
     arms = _arms(llm, settings, engine, prompt_ids, clock)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from foretell.drafters.drafter import DraftWork
 from foretell.hardware.profile import LatencyProfile
 from foretell.params import SamplingParams
 from foretell.result import Completion, Stats, TokenLogprobs
 
-TTFT_S, PREFILL_S, PASS_S = 0.5, 0.4, 0.02
+TTFT_S, PREFILL_S, PASS_S, DRAFT_PASS_S = 0.5, 0.4, 0.02, 0.005
+PASS_BYTES = 1000
 
 
 @dataclass
@@ -30,6 +32,8 @@ class FakeLLM:
     tokens_per_pass: Mapping[str, int] = field(default_factory=lambda: {"none": 1, "lookup": 2, "all": 4})
     changes: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     factors: Sequence[float] = ()
+    work: Mapping[str, DraftWork] = field(default_factory=dict)
+    """By drafter what a request counts of its draft model; each of its passes takes `DRAFT_PASS_S`."""
     has_chat_template: bool = True
     profile: LatencyProfile | None = None
     now_s: float = 0.0
@@ -78,7 +82,8 @@ class FakeLLM:
         num_full, rest = divmod(num_tokens - 1, per_pass)
         counts = Counter({per_pass: num_full}) + Counter({rest: 1} if rest else {})
         num_passes = counts.total()
-        return Stats(
+        work = self.work.get(drafter, DraftWork())
+        stats = Stats(
             num_output_tokens=num_tokens,
             num_passes=num_passes,
             num_rows=2 * num_passes * per_pass,
@@ -87,9 +92,13 @@ class FakeLLM:
             tokens_per_pass_counts=counts,
             prefill_s=PREFILL_S,
             first_token_s=TTFT_S,
-            decode_s=num_passes * PASS_S * factor,
+            decode_s=num_passes * PASS_S * factor + work.num_passes * DRAFT_PASS_S,
             forward_s=num_passes * PASS_S * factor * 0.75,
+            draft_s=work.num_passes * DRAFT_PASS_S,
+            target_bytes=num_passes * PASS_BYTES,
         )
+        stats.take_draft_work(work)
+        return stats
 
 
 def _logprobs(token_ids: Sequence[int]) -> list[TokenLogprobs]:

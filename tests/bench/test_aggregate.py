@@ -17,6 +17,7 @@ from foretell.bench.arms import PLAIN_AGAIN, Arm, ForetellArm, with_second_plain
 from foretell.bench.divergence import divergence_gaps, first_divergences
 from foretell.bench.measurement import Measurement, Round
 from foretell.bench.runner import measure_rounds
+from foretell.drafters.drafter import DraftWork
 from foretell.params import SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=21)
@@ -146,8 +147,61 @@ def test_json_row_has_exactly_the_documented_keys() -> None:
     assert list(result.to_json()) == [
         "name", "category", "num_prompts", "tokens_per_s", "ttft_s", "prefill_s", "end_to_end_tokens_per_s",
         "speedup_vs_plain", "noise", "tokens_per_pass", "acceptance_rate", "identical", "first_divergence_gap",
-        "peak_rss_bytes", "drafter_memory_bytes", "accepted_by_source",
+        "peak_rss_bytes", "drafter_memory_bytes", "draft_passes_per_token", "draft_share", "e2", "relative_bytes",
+        "second_stage_gain", "second_stage_bound", "accepted_by_source",
     ]  # fmt: skip
+
+
+def test_what_a_draft_model_cost_is_a_ratio_of_sums() -> None:
+    costs = {"prefill_s": 0.5, "target_bytes": 50, "num_draft_passes": 0, "num_confirmed": 0, "draft_bytes": 0}
+    drafting = {**costs, "draft_s": 0.4, "num_draft_passes": 8, "num_confirmed": 4, "draft_bytes": 10}
+    plain = measurement(10, 1.0, **costs | {"target_bytes": 200})
+    rounds = [
+        round_of(0, plain=plain, all=measurement(10, 1.0, **drafting)),
+        round_of(1, plain=plain, all=measurement(30, 3.0, **costs)),
+    ]
+    found = rows(rounds, "a", "b")
+    alone, total = found["all", "a"], found["all", "all"]
+    assert (alone.draft_passes_per_token, alone.e2, alone.draft_share) == pytest.approx((0.8, 1.5, 0.4))
+    assert alone.relative_bytes == pytest.approx((60 / 10) / (200 / 10))
+    assert (total.draft_passes_per_token, total.e2, total.draft_share) == pytest.approx((0.2, 1.5, 0.1))
+    assert total.relative_bytes == pytest.approx((110 / 40) / (400 / 20))
+    assert (found["none", "a"].relative_bytes, found["none", "a"].e2) == (1.0, 1.0)
+    assert (total.second_stage_gain, total.second_stage_bound) == (None, None)
+
+
+def test_an_arm_that_counts_nothing_has_no_draft_columns() -> None:
+    plain = measurement(5, 1.0, target_bytes=100)
+    result = rows([round_of(0, plain=plain, hf=measurement(5, 1.0))], "a")["hf", "a"]
+    assert (result.draft_passes_per_token, result.draft_share, result.e2, result.relative_bytes) == (None,) * 4
+
+
+@pytest.mark.parametrize(("name", "without"), [("staged", "draft"), ("staged-chain", "draft-chain")])
+def test_a_second_stage_is_held_against_the_arm_without_it(
+    fake_llm: Callable[..., Any], name: str, without: str
+) -> None:
+    llm = fake_llm(
+        tokens_per_pass={"none": 1, without: 4, name: 4},
+        work={without: DraftWork(num_passes=20), name: DraftWork(num_passes=8, num_confirmed=12)},
+    )
+    found = {
+        (result.name, result.category): result
+        for result in result_rows(measured(llm, [[100], [200]], without, name), ["a", "b"])
+    }
+    assert found[without, "a"].draft_share == pytest.approx(0.1 / (0.1 + 0.1 + 0.1))
+    assert found[name, "a"].e2 == pytest.approx(2.5)
+    assert found[name, "all"].second_stage_gain == pytest.approx((0.1 + 0.1) / (0.1 + 0.04))
+    assert found[name, "all"].second_stage_bound == pytest.approx(1 / (1 - (1 - 1 / 2.5) / 3))
+    assert found[without, "all"].second_stage_gain is found[without, "all"].second_stage_bound is None
+
+
+def test_a_second_stage_that_confirms_nothing_can_bring_nothing(fake_llm: Callable[..., Any]) -> None:
+    work = DraftWork(num_passes=20)
+    llm = fake_llm(tokens_per_pass={"none": 1, "draft": 4, "staged": 4}, work={"draft": work, "staged": work})
+    staged = result_rows(measured(llm, [[100]], "draft", "staged"), ["a"])[-1]
+    assert (staged.name, staged.second_stage_bound, staged.second_stage_gain) == ("staged", 1.0, 1.0)
+    alone = result_rows(measured(llm, [[100]], "staged"), ["a"])[-1]
+    assert (alone.name, alone.second_stage_bound, alone.second_stage_gain) == ("staged", None, None)
 
 
 def test_report_figures() -> None:

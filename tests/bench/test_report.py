@@ -11,9 +11,18 @@ import pytest
 from foretell.bench import report as report_module
 from foretell.bench.aggregate import result_rows, summarise_prompts
 from foretell.bench.arms import ForetellArm, with_second_plain
-from foretell.bench.document import TABLE_HEADER, BenchReport, category_header, category_rows, table_rows
+from foretell.bench.document import (
+    DRAFT_HEADER,
+    TABLE_HEADER,
+    BenchReport,
+    category_header,
+    category_rows,
+    draft_rows,
+    table_rows,
+)
 from foretell.bench.report import check_report_folder, latency_curves, markdown, write_report
 from foretell.bench.runner import measure_rounds
+from foretell.drafters.drafter import DraftWork
 from foretell.errors import ConfigError
 from foretell.hardware.profile import LatencyProfile
 from foretell.params import SamplingParams
@@ -21,8 +30,20 @@ from foretell.params import SamplingParams
 
 @pytest.fixture
 def report(fake_llm: Callable[..., Any], profile: LatencyProfile) -> BenchReport:
-    llm = fake_llm()
-    own = [ForetellArm(key=name, drafter=name, llm=llm, clock=llm.clock) for name in ("none", "lookup", "all")]
+    return report_of(fake_llm(), profile)
+
+
+@pytest.fixture
+def staged_report(fake_llm: Callable[..., Any], profile: LatencyProfile) -> BenchReport:
+    work = {
+        "draft": DraftWork(num_passes=20, num_bytes=2000),
+        "staged": DraftWork(num_passes=8, num_confirmed=12, num_bytes=800),
+    }
+    return report_of(fake_llm(tokens_per_pass={"none": 1, "draft": 4, "staged": 4}, work=work), profile)
+
+
+def report_of(llm: Any, profile: LatencyProfile) -> BenchReport:
+    own = [ForetellArm(key=name, drafter=name, llm=llm, clock=llm.clock) for name in llm.tokens_per_pass]
     rounds = measure_rounds(
         with_second_plain(own, llm, clock=llm.clock), [[1], [2], [3]], SamplingParams(max_new_tokens=21), repeats=1
     )
@@ -75,6 +96,36 @@ def test_report_names_only_files_that_it_wrote(report: BenchReport, tmp_path: Pa
     for image in folder.glob("*.png"):
         assert image.read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "results.json").read_text()) == report.to_json()
+
+
+def test_a_draft_model_has_a_table_of_its_own(staged_report: BenchReport) -> None:
+    plain, draft, staged = draft_rows(staged_report)
+    assert {len(row) for row in (plain, draft, staged)} == {len(DRAFT_HEADER)}
+    assert plain == ("none", "50.0", "1.00 ×", "1.00", "—", "1.00", "0%", "—", "—", "—")
+    assert draft == ("draft", "100.0", "2.00 ×", "4.00", "0.95", "0.35", "33%", "1.00", "—", "—")
+    assert staged == ("staged", "142.9", "2.86 ×", "4.00", "0.38", "0.29", "17%", "2.50", "1.43 ×", "1.25 ×")
+
+
+def test_a_report_on_a_draft_model_shows_bytes(staged_report: BenchReport, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_report(staged_report, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| staged | 142.9 |" in text
+    assert "](bytes.png)" in text
+    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_add_up_to_relative_bytes(staged_report: BenchReport) -> None:
+    pytest.importorskip("matplotlib")
+    from foretell.bench.plots import bytes_figure
+
+    (axes,) = bytes_figure(staged_report).axes
+    target, draft = axes.containers
+    heights = [low.get_height() + high.get_height() for low, high in zip(target, draft, strict=True)]
+    assert heights == pytest.approx(
+        [result.relative_bytes for result in map(staged_report.result, staged_report.names)]
+    )
+    assert [text.get_text() for text in axes.texts] == ["1.00", "0.35", "0.29"]
 
 
 def test_markdown_tables_are_rectangular_and_sections_follow_what_is_known(report: BenchReport) -> None:

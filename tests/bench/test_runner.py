@@ -121,6 +121,18 @@ def test_resumed_run_measures_only_what_is_missing(fake_llm: Callable[..., Any],
     assert third.calls == []
 
 
+def test_rounds_of_a_version_that_counted_less_are_measured_again(fake_llm: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    measure_rounds(arms_of(fake_llm()), [[1]], SAMPLING, repeats=1, journal=Journal(path, {"a": 1}))
+    old = path.read_text().replace('"target_bytes": ', '"other_bytes": ')
+    path.write_text(old)
+    second = fake_llm()
+    rounds = measure_rounds(arms_of(second), [[1]], SAMPLING, repeats=1, journal=Journal(path, {"a": 1}))
+    assert len(second.calls) > 0
+    assert path.read_text().startswith(old)
+    assert Journal(path, {"a": 1}).find(0, 0) == rounds[0]
+
+
 def test_rounds_of_another_configuration_are_not_used_and_stay(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
     finished = Round(prompt=0, repeat=0, measurements={})

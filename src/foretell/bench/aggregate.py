@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, median_low
-from typing import Any
+from typing import Any, Final
 
 from foretell.bench.arms import PLAIN, PLAIN_AGAIN
 from foretell.bench.measurement import Measurement, Round
 from foretell.bench.suites import ALL_CATEGORIES
+from foretell.result import Stats
+
+WITHOUT_SECOND_STAGE: Final = {"staged": "draft", "staged-chain": "draft-chain"}
+"""For each arm with a second stage the arm that differs from it by that alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,19 @@ class BenchResult:
     """Most memory of a process with this arm alone."""
     drafter_memory_bytes: int
     """The most that the drafter held at the end of a request."""
+    draft_passes_per_token: float | None
+    """Passes of a draft model per emitted token; 0 where none runs."""
+    draft_share: float | None
+    """Share of the time after prefill that drafting took."""
+    e2: float | None
+    """Tokens of the draft model's own choice per draft pass, 1 without a second stage."""
+    relative_bytes: float | None
+    """Bytes that passes after prefill read per token ÷ plain's, over the same prompts."""
+    second_stage_gain: float | None
+    """Speed ÷ that of the arm without the second stage; None where there is no such arm."""
+    second_stage_bound: float | None
+    """What that gain cannot exceed while both arms emit as many tokens per target pass: drafting, a share s of the
+    time of the arm without it, takes 1 / E₂ of its passes, so that 1 / (1 - s (1 - 1 / E₂)) is left."""
     accepted_by_source: dict[str, dict[str, int]] = field(default_factory=dict)
     """For each source of drafts how many tokens it drafted, and how many were accepted."""
 
@@ -127,6 +144,24 @@ def rows_per_pass(summaries: Sequence[PromptSummary]) -> float | None:
     return sum(run.num_rows or 0 for run in runs) / num_passes if num_passes else None
 
 
+def counted(summaries: Sequence[PromptSummary]) -> Stats | None:
+    """Return the sums over all runs of an arm of what it counts of bytes and drafting; None where it does not."""
+    runs = list(_runs(summaries))
+    if not runs or any(run.target_bytes is None for run in runs):
+        return None
+    return Stats(
+        num_output_tokens=sum(len(run.token_ids) for run in runs),
+        prefill_s=sum(run.prefill_s or 0.0 for run in runs),
+        first_token_s=sum(run.ttft_s for run in runs),
+        decode_s=sum(run.decode_s for run in runs),
+        draft_s=sum(run.draft_s or 0.0 for run in runs),
+        num_draft_passes=sum(run.num_draft_passes or 0 for run in runs),
+        num_confirmed=sum(run.num_confirmed or 0 for run in runs),
+        target_bytes=sum(run.target_bytes or 0 for run in runs),
+        draft_bytes=sum(run.draft_bytes or 0 for run in runs),
+    )
+
+
 def _summarise(repeats: Sequence[Measurement], reference: tuple[int, ...]) -> PromptSummary:
     prefills_s = [run.prefill_s for run in repeats if run.prefill_s is not None]
     return PromptSummary(
@@ -150,26 +185,52 @@ def _row(
     gaps: Mapping[int, float | None],
 ) -> BenchResult:
     own, plain, plain_again = ([summaries[name][prompt] for prompt in prompts] for name in (key, PLAIN, PLAIN_AGAIN))
-    prefills_s = [each.prefill_s for each in own if each.prefill_s is not None]
-    known_gaps = [gap for prompt in prompts if (gap := gaps.get(prompt)) is not None]
+    without = [summaries[name][prompt] for name in _without_second_stage(key, summaries) for prompt in prompts]
+    stats, plain_stats, without_stats = counted(own), counted(plain), counted(without)
     return BenchResult(
         name=key,
         category=category,
         num_prompts=len(prompts),
         tokens_per_s=_decode_tokens_per_s(own),
         ttft_s=median(each.ttft_s for each in own),
-        prefill_s=median(prefills_s) if prefills_s else None,
+        prefill_s=_median_prefill_s(own),
         end_to_end_tokens_per_s=_end_to_end_tokens_per_s(own),
         speedup_vs_plain=1.0 if key == PLAIN else _speedup(own, plain),
         noise=abs(_speedup(plain_again, plain) - 1.0),
         tokens_per_pass=_tokens_per_pass(own),
         acceptance_rate=_acceptance_rate(own),
         identical=sum(each.num_identical for each in own) / sum(len(each.runs) for each in own),
-        first_divergence_gap=max(known_gaps, default=None),
+        first_divergence_gap=max((gap for prompt in prompts if (gap := gaps.get(prompt)) is not None), default=None),
         peak_rss_bytes=peak_rss_bytes,
         drafter_memory_bytes=max(run.drafter_memory_bytes for run in _runs(own)),
+        draft_passes_per_token=stats.draft_passes_per_token if stats else None,
+        draft_share=stats.draft_share if stats else None,
+        e2=stats.e2 if stats else None,
+        relative_bytes=_relative_bytes(stats, plain_stats),
+        second_stage_gain=_speedup(own, without) if without else None,
+        second_stage_bound=_second_stage_bound(stats, without_stats),
         accepted_by_source=_by_source(own),
     )
+
+
+def _without_second_stage(key: str, summaries: Summaries) -> list[str]:
+    """Return the arm that lacks this one's second stage, in a list that is empty where there is none."""
+    return [without for name, without in WITHOUT_SECOND_STAGE.items() if name == key and without in summaries]
+
+
+def _median_prefill_s(summaries: Sequence[PromptSummary]) -> float | None:
+    prefills_s = [each.prefill_s for each in summaries if each.prefill_s is not None]
+    return median(prefills_s) if prefills_s else None
+
+
+def _relative_bytes(stats: Stats | None, plain: Stats | None) -> float | None:
+    if stats is None or plain is None or plain.bytes_per_token == 0:
+        return None
+    return stats.bytes_per_token / plain.bytes_per_token
+
+
+def _second_stage_bound(stats: Stats | None, without: Stats | None) -> float | None:
+    return None if stats is None or without is None else 1.0 / (1.0 - without.draft_share * (1.0 - 1.0 / stats.e2))
 
 
 def _speedup(own: Sequence[PromptSummary], plain: Sequence[PromptSummary]) -> float:

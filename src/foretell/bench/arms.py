@@ -97,6 +97,10 @@ class ForetellArm:
             drafted=dict(stats.drafted),
             accepted=dict(stats.accepted),
             drafter_memory_bytes=stats.drafter_memory_bytes,
+            num_draft_passes=stats.num_draft_passes,
+            num_confirmed=stats.num_confirmed,
+            target_bytes=stats.target_bytes,
+            draft_bytes=stats.draft_bytes,
         )
 
 

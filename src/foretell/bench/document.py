@@ -10,6 +10,9 @@ from foretell.bench.aggregate import BenchResult, Summaries
 from foretell.bench.suites import ALL_CATEGORIES
 
 TABLE_HEADER = ("arm", "tok/s", "speed-up", "noise", "first", "per pass", "accepted", "same ids", "memory")
+DRAFT_HEADER = (
+    "arm", "tok/s", "speed-up", "per pass", "draft passes/token", "bytes", "drafting", "E₂", "second stage", "bound",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,11 @@ class BenchReport:
         names = dict.fromkeys(result.category for result in self.results)
         return [name for name in names if name != ALL_CATEGORIES]
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether an arm ran a draft model."""
+        return any(result.draft_passes_per_token for result in self.results)
+
     def result(self, name: str, category: str = ALL_CATEGORIES) -> BenchResult:
         """Return one row."""
         return next(each for each in self.results if (each.name, each.category) == (name, category))
@@ -54,7 +62,7 @@ def table_rows(report: BenchReport, category: str = ALL_CATEGORIES) -> list[tupl
         (
             result.name,
             f"{result.tokens_per_s:.1f}",
-            f"{result.speedup_vs_plain:.2f} ×",
+            _ratio(result.speedup_vs_plain),
             f"{result.noise:.2f}",
             f"{result.ttft_s * 1e3:.0f} ms",
             _number(result.tokens_per_pass),
@@ -63,6 +71,25 @@ def table_rows(report: BenchReport, category: str = ALL_CATEGORIES) -> list[tupl
             _memory(result.peak_rss_bytes),
         )
         for result in (report.result(name, category) for name in report.names)
+    ]
+
+
+def draft_rows(report: BenchReport) -> list[tuple[str, ...]]:
+    """Return one row of short texts per arm, in the columns of `DRAFT_HEADER`."""
+    return [
+        (
+            result.name,
+            f"{result.tokens_per_s:.1f}",
+            _ratio(result.speedup_vs_plain),
+            _number(result.tokens_per_pass),
+            _number(result.draft_passes_per_token or None),
+            _number(result.relative_bytes),
+            "—" if result.draft_share is None else f"{result.draft_share:.0%}",
+            _number(result.e2 if result.draft_passes_per_token else None),
+            _ratio(result.second_stage_gain),
+            _ratio(result.second_stage_bound),
+        )
+        for result in map(report.result, report.names)
     ]
 
 
@@ -84,6 +111,10 @@ def category_header(report: BenchReport) -> tuple[str, ...]:
 
 def _number(value: float | None) -> str:
     return "—" if value is None else f"{value:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "—" if value is None else f"{value:.2f} ×"
 
 
 def _share(value: float) -> str:

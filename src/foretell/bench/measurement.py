@@ -33,6 +33,14 @@ class Measurement:
     accepted: Mapping[str, int] | None = None
     drafter_memory_bytes: int = 0
     """What the drafter held when the run ended."""
+    num_draft_passes: int | None = None
+    """Passes of a draft model, its prompt's excluded; 0 where none runs."""
+    num_confirmed: int | None = None
+    """Tokens of the second stage that the draft model's own choice confirmed."""
+    target_bytes: int | None = None
+    """What target passes after prefill read."""
+    draft_bytes: int | None = None
+    """What draft passes read."""
 
     @property
     def num_decode_tokens(self) -> int:

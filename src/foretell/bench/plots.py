@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from foretell.bench.aggregate import pass_counts
+from foretell.bench.aggregate import counted, pass_counts
 from foretell.bench.arms import PLAIN
 from foretell.bench.document import BenchReport
 from foretell.bench.suites import ALL_CATEGORIES
@@ -61,6 +61,27 @@ def tokens_per_pass_figure(report: BenchReport) -> Figure:
     axes.set_xticks(range(1, LONGEST_BLOCK + 1), names)
     axes.set_xlabel("tokens that a pass emitted")
     axes.set_ylabel("share of passes, %")
+    axes.grid(axis="x", visible=False)
+    _legend(axes)
+    return figure
+
+
+def bytes_figure(report: BenchReport) -> Figure:
+    """Draw the bytes that each arm's passes read per token, relative to plain's: the target's, and the draft's on top.
+
+    Arms that do not count bytes are left out.
+    """
+    counters = {name: stats for name in report.names if (stats := counted(report.summaries[name])) is not None}
+    plain_bytes = counters[PLAIN].bytes_per_token
+    target = [stats.target_bytes / stats.num_output_tokens / plain_bytes for stats in counters.values()]
+    draft = [stats.draft_bytes / stats.num_output_tokens / plain_bytes for stats in counters.values()]
+    figure, axes = _figure(height=3.6)
+    axes.bar(range(len(counters)), target, width=0.7, label="target", color=COLOURS[0])
+    on_top = axes.bar(range(len(counters)), draft, width=0.7, bottom=target, label="draft", color=COLOURS[4])
+    relative = [stats.bytes_per_token / plain_bytes for stats in counters.values()]
+    axes.bar_label(on_top, labels=[f"{value:.2f}" for value in relative], padding=2)
+    axes.set_xticks(range(len(counters)), list(counters))
+    axes.set_ylabel("bytes per token ÷ plain's")
     axes.grid(axis="x", visible=False)
     _legend(axes)
     return figure

@@ -11,10 +11,12 @@ from typing import Any, Final
 
 from foretell.bench.aggregate import forward_share, rows_per_pass
 from foretell.bench.document import (
+    DRAFT_HEADER,
     TABLE_HEADER,
     BenchReport,
     category_header,
     category_rows,
+    draft_rows,
     table_rows,
 )
 from foretell.errors import ConfigError
@@ -56,9 +58,11 @@ def write_report(report: BenchReport, folder: Path) -> None:
 
 def _write_files(report: BenchReport, folder: Path) -> list[Path]:
     """Write everything to `folder`; the report is last, so that it never names a file that is not there."""
-    from foretell.bench.plots import latency_figure, speedup_figure, tokens_per_pass_figure
+    from foretell.bench.plots import bytes_figure, latency_figure, speedup_figure, tokens_per_pass_figure
 
     figures = {"speedup.png": speedup_figure(report), "tokens_per_pass.png": tokens_per_pass_figure(report)}
+    if report.has_draft_model:
+        figures["bytes.png"] = bytes_figure(report)
     curves = latency_curves(report.profile)
     if curves:
         figures["latency.png"] = latency_figure(curves)
@@ -93,6 +97,8 @@ def _lines(report: BenchReport, *, has_latency: bool) -> Iterator[str]:
     yield "Same ids: share of outputs whose token ids equal those of `none`."
     yield "Memory: peak of a process with that arm alone."
     yield ""
+    if report.has_draft_model:
+        yield from _draft_lines(report)
     yield "## Speed-up by category"
     yield ""
     yield "![Speed-up by category](speedup.png)"
@@ -116,6 +122,21 @@ def _lines(report: BenchReport, *, has_latency: bool) -> Iterator[str]:
     yield "```json"
     yield json.dumps(dict(where), indent=1, ensure_ascii=False, default=str)
     yield "```"
+
+
+def _draft_lines(report: BenchReport) -> Iterator[str]:
+    yield "## The draft model and its second stage"
+    yield ""
+    yield "![Bytes moved](bytes.png)"
+    yield ""
+    yield from _table(DRAFT_HEADER, draft_rows(report))
+    yield ""
+    yield "Bytes: what passes after the prompt read per token, weights and the keys and values in sight, relative to"
+    yield "`none`. Drafting: share of the time after the prompt. E₂: 1 + tokens that the draft model's own choice"
+    yield "confirmed of the second stage ÷ draft passes. Second stage: speed ÷ that of the same arm without it. Bound:"
+    yield "what that can reach with as many tokens per target pass, 1 ÷ (1 - s (1 - 1/E₂)), where s is the share that"
+    yield "drafting has of the arm without it."
+    yield ""
 
 
 def _pass_rows(report: BenchReport) -> Iterator[tuple[str, ...]]:

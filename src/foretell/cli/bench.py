@@ -88,12 +88,22 @@ def _split(names: str) -> list[str]:
 def _print_tables(report: BenchReport) -> None:
     from rich.console import Console
 
-    from foretell.bench.document import TABLE_HEADER, category_header, category_rows, table_rows
+    from foretell.bench.document import (
+        DRAFT_HEADER,
+        TABLE_HEADER,
+        category_header,
+        category_rows,
+        draft_rows,
+        table_rows,
+    )
 
     # Where nobody reads the width of a terminal, 80 columns would cut what a file or a pipe can hold.
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     console.print(_table(f"suite {report.suite}", TABLE_HEADER, table_rows(report)))
     console.print()
+    if report.has_draft_model:
+        console.print(_table("the draft model and its second stage", DRAFT_HEADER, draft_rows(report)))
+        console.print()
     console.print(_table("speed-up by category", category_header(report), category_rows(report)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ def test_json_is_one_document_on_the_last_line(foretell: Foretell, tiny_model: P
     (completion,) = plain["completions"]
     assert completion["token_ids"] == drafted["completions"][0]["token_ids"]
     assert completion["stats"]["num_output_tokens"] == len(completion["token_ids"])
+    assert {"num_draft_passes", "target_bytes", "bytes_per_token", "e2", "draft_share"} <= completion["stats"].keys()
+    assert completion["sources"] == ["target"] * len(completion["token_ids"])
     assert plain["provenance"]["foretell"]
     assert plain["settings"]
 
@@ -50,6 +53,15 @@ def test_verbose_prints_settings_and_figures_to_stderr(foretell: Foretell, tiny_
     assert result.returncode == 0, result.stderr
     assert "max_new_tokens" in result.stderr
     assert "tokens per pass" in result.stderr
+
+
+def test_sources_are_counted_beside_the_same_answer(foretell: Foretell, tiny_model: Path) -> None:
+    args = ["generate", "--model", tiny_model, *SHORT, "--raw", "abcabcabc"]
+    result = foretell(*args, "--show-sources")
+    assert (result.returncode, result.stdout) == (0, foretell(*args).stdout)
+    counts = re.fullmatch(r"proposed by: (\w+ \d+(?:, \w+ \d+)*)\n", result.stderr)
+    assert counts is not None
+    assert sum(map(int, re.findall(r"\d+", counts[1]))) == 12
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from foretell.cli.options import DecodingOptions, single_answer, spread
+from foretell.cli.options import DecodingOptions, ShowSourcesOption, single_answer, spread
 
 if TYPE_CHECKING:
+    from foretell.cli.terminal import Paint
     from foretell.result import Chunk, Completion
     from foretell.text.tokenizer import Message
 
@@ -31,6 +32,7 @@ class Answer:
 @spread
 def chat(
     system: Annotated[str | None, typer.Option(help="Instructions that precede the conversation.")] = None,
+    show_sources: ShowSourcesOption = False,
     *,
     options: DecodingOptions,
 ) -> None:
@@ -38,21 +40,24 @@ def chat(
 
     Sampling follows the model's generation_config.json where an option does not say otherwise.
     """
-    from foretell.cli.terminal import note, note_settings, note_stats
+    from foretell.cli.terminal import note, note_settings, note_sources, note_stats, painter, unpainted
 
     llm = options.load(options.drafter)
     sampling = single_answer(options.sampling(llm.generation_defaults), "chat")
     if options.verbose:
         note_settings(llm.settings)
+    paint = painter(sys.stdout) if show_sources else unpainted
     conversation = llm.conversation()
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for question in _questions():
         messages.append({"role": "user", "content": question})
-        answer = _answer(conversation.stream(messages, sampling))
+        answer = _answer(conversation.stream(messages, sampling), paint)
         messages.append({"role": "assistant", "content": answer.text})
         if answer.completion is None:
             note("(stopped)")
             continue
+        if show_sources:
+            note_sources(answer.completion.sources)
         if options.verbose:
             note_stats(answer.completion.stats)
         if answer.completion.finish_reason == "context":
@@ -86,7 +91,7 @@ def _read_line() -> str:
         raise InputError(f"stdin is not UTF-8 text (byte 0x{line[error.start]:02x}): convert it first") from error
 
 
-def _answer(stream: Iterator[Chunk]) -> Answer:
+def _answer(stream: Iterator[Chunk], paint: Paint) -> Answer:
     """Stream one answer to stdout; Ctrl-C ends it and keeps what was said so far."""
     text = ""
     completion = None
@@ -94,7 +99,7 @@ def _answer(stream: Iterator[Chunk]) -> Answer:
     generator = cast("Generator[Chunk, None, None]", stream)
     with _interruption() as is_interrupted, closing(generator) as chunks:
         for chunk in chunks:
-            print(chunk.text, end="", flush=True)
+            print(paint(chunk.text, chunk.source), end="", flush=True)
             text += chunk.text
             completion = chunk.completion
             if is_interrupted():

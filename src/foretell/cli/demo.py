@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from foretell.cli.options import DecodingOptions, single_answer, spread
+from foretell.cli.terminal import source_style
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,8 +30,6 @@ QUESTION: Final = (
     "at dawn, and once a month an engineer walks up with a bag of tools. On clear nights, fishermen can still see its "
     "light from forty kilometres away."
 )
-STYLES: Final = {"target": "default", "lookup": "green", "suffix": "cyan", "ngram": "blue", "recycle": "yellow"}
-OTHER_STYLE: Final = "magenta"
 NUM_ROUNDS: Final = 3
 
 
@@ -82,18 +81,14 @@ def _show_answer(console: Console, chunks: Iterable[Chunk]) -> Completion:
 
     completion = None
     for chunk in chunks:
-        console.print(Text(chunk.text, style=_style(chunk.source)), end="", soft_wrap=True)
+        console.print(Text(chunk.text, style=source_style(chunk.source)), end="", soft_wrap=True)
         completion = chunk.completion
     assert completion is not None
     console.print("\n")
     if console.color_system is not None and not console.no_color:
         counts = Counter(completion.sources)
-        console.print("proposed by: ", *(Text(source, style=_style(source)) for source in counts), "\n")
+        console.print("proposed by: ", *(Text(source, style=source_style(source)) for source in counts), "\n")
     return completion
-
-
-def _style(source: str) -> str:
-    return STYLES.get(source, OTHER_STYLE)
 
 
 def _measure(llm: LLM, messages: Sequence[Message], sampling: SamplingParams, drafter: str) -> Arms:
@@ -136,5 +131,5 @@ def _source_table(completion: Completion) -> Table:
     for source in sorted({*emitted, *drafted}, key=lambda name: (-emitted[name], name)):
         rate = f"{accepted[source] / drafted[source]:.2f}" if drafted[source] else ""
         counts = [str(drafted[source]), str(accepted[source])] if source in drafted else ["", ""]
-        table.add_row(Text(source, style=_style(source)), str(emitted[source]), *counts, rate)
+        table.add_row(Text(source, style=source_style(source)), str(emitted[source]), *counts, rate)
     return table

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretell.cli.options import DecodingOptions, JsonOption, spread
+from foretell.cli.options import DecodingOptions, JsonOption, ShowSourcesOption, spread
 
 if TYPE_CHECKING:
+    from foretell.cli.terminal import Paint
     from foretell.llm import LLM
     from foretell.params import SamplingParams
     from foretell.result import Chunk, Completion
@@ -21,6 +23,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
+    show_sources: ShowSourcesOption = False,
     as_json: JsonOption = False,
     *,
     options: DecodingOptions,
@@ -28,7 +31,7 @@ def generate(
     """Answer a prompt, or continue a text with --raw. Greedy unless a temperature is given."""
     from foretell.cli.documents import completion_document, print_document
     from foretell.cli.prompt import read_prompt
-    from foretell.cli.terminal import note_settings, note_stats
+    from foretell.cli.terminal import note_settings, note_sources, note_stats, painter, unpainted
     from foretell.provenance import provenance
 
     sampling = options.sampling()  # before the model: a wrong value is reported at once
@@ -50,9 +53,12 @@ def generate(
         for number, completion in enumerate(completions, start=1):
             print(f"--- {number} of {sampling.n} ---\n{completion.text}", flush=True)
     else:
-        completions = [_print_stream(_stream(llm, text, sampling, is_raw=raw))]
-    if options.verbose:
-        for completion in completions:
+        paint = painter(sys.stdout) if show_sources else unpainted
+        completions = [_print_stream(_stream(llm, text, sampling, is_raw=raw), paint)]
+    for completion in completions:
+        if show_sources:
+            note_sources(completion.sources)
+        if options.verbose:
             note_stats(completion.stats)
 
 
@@ -68,10 +74,10 @@ def _question(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def _print_stream(chunks: Iterator[Chunk]) -> Completion:
+def _print_stream(chunks: Iterator[Chunk], paint: Paint) -> Completion:
     completion = None
     for chunk in chunks:
-        print(chunk.text, end="", flush=True)
+        print(paint(chunk.text, chunk.source), end="", flush=True)
         completion = chunk.completion
     print(flush=True)
     assert completion is not None

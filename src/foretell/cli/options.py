@@ -24,6 +24,10 @@ SAMPLING = "Sampling"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
 
+ShowSourcesOption = Annotated[
+    bool, typer.Option("--show-sources", help="Colour tokens by who proposed them, and count them on stderr.")
+]
+
 
 @dataclass(slots=True)
 class Invocation:

@@ -1,14 +1,29 @@
-"""What appears beside the data: progress and settings, on stderr."""
+"""What appears beside the data, on stderr: progress, settings, figures; and the colours of who proposed a token."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 if TYPE_CHECKING:
     from foretell.result import Stats
+
+Paint = Callable[[str, str], str]
+"""Takes a token's text and its source, returns the text to print."""
+
+SOURCE_STYLES: Final = {
+    "target": "none",
+    "draft": "magenta",
+    "lookup": "green",
+    "suffix": "cyan",
+    "ngram": "blue",
+    "recycle": "yellow",
+}
+SECOND_STAGE_STYLE: Final = "red"
+OTHER_STYLE: Final = "bright_blue"
 
 
 @contextmanager
@@ -67,8 +82,40 @@ def note_settings(settings: Mapping[str, Any]) -> None:
 
 def note_stats(stats: Stats) -> None:
     """Print what a request cost, in one line."""
+    drafting = ""
+    if stats.num_draft_passes > 0:
+        drafting = f"{stats.draft_passes_per_token:.2f} draft passes per token, E₂ {stats.e2:.2f}, "
     note(
         f"{stats.num_output_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, "
-        f"{stats.tokens_per_pass:.2f} tokens per pass, acceptance rate {stats.acceptance_rate:.2f}, "
+        f"{stats.tokens_per_pass:.2f} tokens per pass, acceptance rate {stats.acceptance_rate:.2f}, {drafting}"
         f"first token after {stats.first_token_s:.2f} s"
     )
+
+
+def note_sources(sources: Sequence[str]) -> None:
+    """Print how many tokens each source proposed, in one line and in its colour."""
+    paint = painter(sys.stderr)
+    counts = Counter(sources).most_common()
+    note("proposed by: " + ", ".join(paint(f"{source} {count}", source) for source, count in counts))
+
+
+def source_style(source: str) -> str:
+    """Return the colour of a source; what a second stage had guessed for the draft model has its own."""
+    return SECOND_STAGE_STYLE if "<" in source else SOURCE_STYLES.get(source, OTHER_STYLE)
+
+
+def painter(stream: TextIO) -> Paint:
+    """Return what colours texts by their source; where `stream` shows no colours, texts stay as they are."""
+    from rich.color import ColorSystem
+    from rich.console import Console
+    from rich.style import Style
+
+    console = Console(file=stream)
+    if console.no_color or console.color_system is None:
+        return unpainted
+    return lambda text, source: Style.parse(source_style(source)).render(text, color_system=ColorSystem.STANDARD)
+
+
+def unpainted(text: str, source: str) -> str:
+    """Return the text as it is."""
+    return text

@@ -36,12 +36,13 @@ class FakeLLM:
     """By drafter what a request counts of its draft model; each of its passes takes `DRAFT_PASS_S`."""
     has_chat_template: bool = True
     profile: LatencyProfile | None = None
+    draft: str = "none"
     now_s: float = 0.0
     calls: list[tuple[str, tuple[int, ...], SamplingParams]] = field(default_factory=list)
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"dtype": "float32", "device": "cpu", "threads": 2}
+        return {"dtype": "float32", "device": "cpu", "threads": 2, "draft": self.draft}
 
     @property
     def tokenizer(self) -> Any:

@@ -71,6 +71,14 @@ def test_plain_is_always_an_arm_and_only_once(fake_llm: Callable[..., Any]) -> N
     assert run(fake_llm(), drafters=[], limit=1).names == ["none"]
 
 
+def test_a_draft_model_adds_an_arm_unless_arms_are_named(fake_llm: Callable[..., Any]) -> None:
+    speeds = dict.fromkeys(("none", "lookup", "suffix", "ngram", "staged", "all"), 1)
+    with_draft, without = fake_llm(speeds, draft="a/draft"), fake_llm(speeds)
+    assert run(without, drafters=None, limit=1).names == ["none", "lookup", "suffix", "ngram", "all"]
+    assert run(with_draft, drafters=None, limit=1).names == ["none", "lookup", "suffix", "ngram", "staged", "all"]
+    assert run(with_draft, drafters=["lookup"], limit=1).names == ["none", "lookup"]
+
+
 def test_divergence_is_reported_with_its_gap(fake_llm: Callable[..., Any]) -> None:
     first_id = 1000 + len("What is the difference between a glacier and an iceberg? Answer in one paragraph.")
     report = run(fake_llm(changes={("all", first_id): (2, 5)}), category="qa", limit=None)
@@ -125,6 +133,9 @@ def test_resumed_run_gives_the_same_rows_without_measuring(fake_llm: Callable[..
     assert second.calls == []
     run(third, resume=path, sampling=SamplingParams(max_new_tokens=9))
     assert len(third.calls) == len(first.calls)
+    fourth = fake_llm(draft="another/draft")
+    run(fourth, resume=path)
+    assert len(fourth.calls) == len(first.calls)
 
 
 def test_report_is_written(fake_llm: Callable[..., Any], profile: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.bench.arms import BenchLLM
-from foretell.bench.settings import EngineSettings
+from foretell.bench.settings import DEFAULT_DRAFTERS, DRAFTERS_WITH_DRAFT, EngineSettings
 from foretell.bench.suites import BenchPrompt
 
 
@@ -37,6 +37,11 @@ def load_llm(engine: EngineSettings, notify: Callable[[str], None] | None = None
         corpus=engine.corpus,
         notify=notify,
     )
+
+
+def default_drafters(llm: BenchLLM) -> Sequence[str]:
+    """Return the drafters to compare where none are named; those with a draft model only where there is one."""
+    return DEFAULT_DRAFTERS if llm.settings.get("draft", "none") == "none" else DRAFTERS_WITH_DRAFT
 
 
 def resolved_engine(llm: BenchLLM, engine: EngineSettings) -> EngineSettings:

@@ -13,7 +13,14 @@ from foretell.bench.arms import PLAIN, Arm, BenchLLM, Clock, ForetellArm, with_s
 from foretell.bench.baselines import check_baselines, open_baselines
 from foretell.bench.divergence import divergence_gaps
 from foretell.bench.document import BenchReport
-from foretell.bench.engine import check_drafters, encode_prompt, load_llm, profile_document, resolved_engine
+from foretell.bench.engine import (
+    check_drafters,
+    default_drafters,
+    encode_prompt,
+    load_llm,
+    profile_document,
+    resolved_engine,
+)
 from foretell.bench.journal import Journal
 from foretell.bench.memory import measure_memory
 from foretell.bench.report import check_report_folder, write_report
@@ -50,7 +57,7 @@ def run_bench(
         ForetellError: settings, suite or model cannot be used, or an arm failed.
     """
     progress = progress or NoProgress()
-    check_drafters(settings.drafters)
+    check_drafters(settings.drafters or ())
     check_baselines(settings.baselines, settings.sampling)
     if settings.report:
         check_report_folder(settings.report)
@@ -66,7 +73,7 @@ def run_bench(
         prompt_ids,
         settings.sampling,
         repeats=settings.repeats,
-        journal=_journal(settings, engine, arms, prompts),
+        journal=_journal(settings, engine, arms, prompts, llm.settings.get("draft")),
         progress=progress,
     )
     summaries = summarise_prompts(rounds)
@@ -88,7 +95,8 @@ def run_bench(
 def _arms(
     llm: BenchLLM, settings: BenchSettings, engine: EngineSettings, prompt_ids: Sequence[Sequence[int]], clock: Clock
 ) -> list[Arm]:
-    names = dict.fromkeys((PLAIN, *settings.drafters))
+    drafters = default_drafters(llm) if settings.drafters is None else settings.drafters
+    names = dict.fromkeys((PLAIN, *drafters))
     longest = max(map(len, prompt_ids)) + settings.sampling.max_new_tokens
     baselines = open_baselines(settings.baselines, replace(engine, context_tokens=engine.context_tokens or longest))
     own: list[Arm] = [ForetellArm(key=name, drafter=name, llm=llm, clock=clock) for name in names]
@@ -96,13 +104,18 @@ def _arms(
 
 
 def _journal(
-    settings: BenchSettings, engine: EngineSettings, arms: Sequence[Arm], prompts: Sequence[BenchPrompt]
+    settings: BenchSettings,
+    engine: EngineSettings,
+    arms: Sequence[Arm],
+    prompts: Sequence[BenchPrompt],
+    draft: object,
 ) -> Journal | None:
     if settings.resume is None:
         return None
     configuration = {
         "version": __version__,
         "engine": engine.to_json(),
+        "draft": draft,
         "sampling": asdict(settings.sampling),
         "arms": [arm.key for arm in arms],
         "prompts": [asdict(prompt) for prompt in prompts],

@@ -11,6 +11,8 @@ from foretell.errors import ConfigError
 from foretell.params import SamplingParams
 
 DEFAULT_DRAFTERS: Final = ("none", "lookup", "suffix", "ngram", "all")
+DRAFTERS_WITH_DRAFT: Final = ("none", "lookup", "suffix", "ngram", "staged", "all")
+"""The default where the model has a draft model."""
 MAX_NEW_TOKENS: Final = 128
 
 
@@ -51,8 +53,8 @@ class BenchSettings:
     """Keep this many prompts, spread evenly over the categories; None keeps all."""
     category: str | None = None
     """Keep one category, or several with commas between."""
-    drafters: Sequence[str] = DEFAULT_DRAFTERS
-    """foretell's arms; `none` is always one of them."""
+    drafters: Sequence[str] | None = None
+    """foretell's arms; `none` is always one of them. None: `DEFAULT_DRAFTERS`, or `DRAFTERS_WITH_DRAFT`."""
     baselines: Sequence[str] = ()
     """Other people's decoding on the same weights: `hf`, `hf-lookup`, `llamacpp`."""
     repeats: int = 3
@@ -74,7 +76,7 @@ class BenchSettings:
             raise ConfigError("`max_new_tokens` must be at least 2: decode speed counts the tokens after the first")
         if self.sampling.n > 1:
             raise ConfigError(f"`n`={self.sampling.n} with a benchmark, which compares single outputs: drop it")
-        for name in self.drafters:
+        for name in self.drafters or ():
             if not name:
                 raise ConfigError("`drafters` holds an empty name: separate names by single commas")
         if not self.sampling.is_greedy and self.sampling.seed is None:

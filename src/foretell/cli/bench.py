@@ -29,8 +29,12 @@ def bench(
     category: Annotated[str | None, typer.Option(help="Keep these categories, with commas between.")] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each arm on each prompt; medians count.")] = 3,
     drafters: Annotated[
-        str, typer.Option(help="foretell's arms, with commas between.")
-    ] = "none,lookup,suffix,ngram,all",
+        str | None,
+        typer.Option(
+            help="foretell's arms, with commas between.",
+            show_default="none,lookup,suffix,ngram,all; staged too with a draft model",
+        ),
+    ] = None,
     baselines: Annotated[
         str, typer.Option(help="Others' decoding of the same weights: hf, hf-lookup, llamacpp.", show_default="none")
     ] = "",
@@ -55,7 +59,7 @@ def bench(
         limit=limit,
         category=category,
         repeats=repeats,
-        drafters=_split(drafters),
+        drafters=None if drafters is None else _split(drafters),
         baselines=_split(baselines),
         sampling=options.sampling({"max_new_tokens": MAX_NEW_TOKENS}),
         engine=EngineSettings(

@@ -92,7 +92,7 @@ class RowPacker:
         window = self._config.sliding_window
         if window is not None:
             if self._skips_blocks:
-                first_local_slot = max(0, int(starts.min()) - window + 1) // BLOCK * BLOCK
+                first_local_slot = max(0, int(positions.min()) - window + 1) // BLOCK * BLOCK
             local_bias = self._fold(self._local(bias, positions, slots, starts, window)[..., first_local_slot:])
         return RowBatch(
             token_ids=torch.from_numpy(token_ids).to(self._device),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from foretell.errors import ConfigError
 
@@ -20,6 +20,9 @@ _REAL: Final = (
     "presence_penalty",
     "frequency_penalty",
 )
+
+Verification = Literal["match", "rejection", "traversal", "typical"]
+"""Which rule accepts drafts."""
 
 LogitsProcessor = Callable[[Any, Any], Any]
 """transformers' protocol: `(input_ids [1, T] int64, scores [1, V] float32) -> scores [1, V]`."""
@@ -71,6 +74,12 @@ class SamplingParams:
     """Token ids that end the output, beside the model's own EOS ids."""
     ignore_eos: bool = False
     """Go on past the model's EOS ids."""
+    verification: Verification = "match"
+    """Which rule accepts drafts. `match`: with a seed the tokens of plain decoding, whoever drafts. `rejection` and
+    `traversal` test what a draft model drew and follow the same law, but which tokens a seed gives depends on the
+    draft; greedy, they are `match`. `typical` is lossy."""
+    allow_lossy: bool = False
+    """Allow a verification that changes what the model says."""
     logprobs: int | None = None
     """Report each emitted token's log-probability, and those of this many most likely tokens."""
 
@@ -95,6 +104,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigError(f"`{name}` must be a number, got {value!r}")
+        if not isinstance(self.allow_lossy, bool):
+            raise ConfigError(f"`allow_lossy` must be True or False, got {self.allow_lossy!r}")
         try:
             is_fine = (
                 all(isinstance(stop, str) for stop in self.stop)
@@ -132,6 +143,10 @@ class SamplingParams:
                 raise ConfigError(f"`{name}` must be in [-2, 2], got {value!r}; 0 turns it off")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise ConfigError(f"`logprobs` must be in [0, 20] or None, got {self.logprobs!r}")
+        if self.verification not in get_args(Verification):
+            raise ConfigError(
+                f"`verification` must be one of {', '.join(get_args(Verification))}, got {self.verification!r}"
+            )
         if any(stop == "" for stop in self.stop):
             raise ConfigError("`stop` holds an empty string, which would end every output at once: remove it")
         if any(len(word) == 0 for word in self.bad_words_ids):
@@ -149,8 +164,12 @@ class SamplingParams:
             raise ConfigError(
                 f"`min_new_tokens` ({self.min_new_tokens}) is above `max_new_tokens` ({self.max_new_tokens}): lower it"
             )
+        if self.verification == "typical" and not self.allow_lossy:
+            raise ConfigError("`verification`='typical' changes what the model says: set `allow_lossy`, or use 'match'")
         if not self.is_greedy:
             return
+        if self.verification == "typical":
+            raise ConfigError("`verification`='typical' needs a `temperature` above 0, got 0: raise it, or use 'match'")
         if self.n > 1:
             raise ConfigError(f"`n`={self.n} with `temperature`=0 gives {self.n} equal outputs: raise the temperature")
         unused = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from foretell.tree.draws import Draws
 from foretell.tree.shape import best_first
 from foretell.tree.token_tree import TokenTree
 
@@ -29,6 +30,8 @@ class PackedTree:
     """For each row its children as `{token id: row}`."""
     sources: list[str]
     log_accept: list[float]
+    draws: dict[int, Draws] | None = None
+    """For each row whose children were drawn, how; None where none were."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -75,6 +78,7 @@ def pack(tree: TokenTree) -> PackedTree:
         children,
         [tree.sources[node] for node in order.nodes],
         [tree.log_accept[node] for node in order.nodes],
+        None if tree.draws is None else {rows[node]: draws for node, draws in tree.draws.items()},
     )
 
 

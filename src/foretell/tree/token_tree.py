@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from foretell.tree.draws import Draws
+
 
 @dataclass(slots=True)
 class TokenTree:
@@ -21,6 +23,8 @@ class TokenTree:
     """Estimated log-probability that the whole path to the node is accepted."""
     sources: list[str] = field(default_factory=lambda: [""])
     """Name of the drafter that proposed the node; "" for the root."""
+    draws: dict[int, Draws] | None = None
+    """For each node whose children were drawn, how; None where none were. `add` knows nothing of it."""
 
     @classmethod
     def root(cls, token_id: int) -> TokenTree:

@@ -42,9 +42,14 @@ class Law:
     """The next-token distribution of the target at one node: the ids that can be drawn, and nothing of the others."""
 
     ids: NDArray[np.int64]
-    """[K], distinct."""
+    """[K], ascending."""
     log_probs: NDArray[np.float64]
     """[K], finite; their exponentials sum to 1."""
+
+    @classmethod
+    def certain(cls, token_id: int) -> Law:
+        """Return the distribution that says one token."""
+        return cls(ids=np.array([token_id]), log_probs=np.zeros(1))
 
 
 class Processors:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from foretell.tree.token_tree import TokenTree
+from foretell.verify.draws import DrawPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,6 +116,17 @@ class Drafter(Protocol):
         """Bytes held by tables, weights and caches of this drafter."""
 
 
+@runtime_checkable
+class DrawingDrafter(Drafter, Protocol):
+    """A drafter that can draw children from a law of its own, for the rules that test draws."""
+
+    def draw(self, proposal: Proposal, plan: DrawPlan) -> TokenTree:
+        """Return a tree of the plan's shape rooted at `proposal.root`, see `foretell.drafters.drawn`.
+
+        What is drawn must follow from the text and the plan alone, without a clock, so that a seed repeats it.
+        """
+
+
 class TableDrafter:
     """What all drafters share that run no model."""
 
@@ -136,6 +148,9 @@ class NoDrafter(TableDrafter):
     def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None: ...
 
     def propose(self, proposal: Proposal) -> TokenTree:
+        return TokenTree.root(proposal.tip)
+
+    def draw(self, proposal: Proposal, plan: DrawPlan) -> TokenTree:
         return TokenTree.root(proposal.tip)
 
     def observe(self, outcome: Outcome) -> None: ...

@@ -13,17 +13,20 @@ from torch import Tensor
 
 from foretell.cache.kv_cache import Region
 from foretell.drafters.calibration import Calibration
-from foretell.drafters.drafter import Outcome, Proposal
+from foretell.drafters.drafter import DrawingDrafter, Outcome, Proposal
+from foretell.engine.judgement import verify
 from foretell.engine.sequence import TARGET, DecodingSequence, Emission, Request
 from foretell.errors import CapacityError, InputError, NumericsError
 from foretell.hardware.budget import buy
 from foretell.hardware.profile import LatencyProfile
 from foretell.passes.rows import Rows
 from foretell.passes.runner import MAX_ROWS, Runner
+from foretell.tree.merge import graft
 from foretell.tree.pack import PackedTree, pack
 from foretell.tree.shape import best_first, prune
 from foretell.tree.token_tree import TokenTree
-from foretell.verify.match import Verdict, match
+from foretell.verify.draws import DrawPlan
+from foretell.verify.match import Verdict
 
 PREFILL_ROWS = 256
 """Rows of a prefill chunk."""
@@ -170,12 +173,7 @@ class Engine:
         proposed = None
         if max_depth >= num_certain and len(curve) > num_certain and sequence.gate.is_open():
             proposed = self._propose(sequence, num_certain - 1, max_depth, curve)
-            tree = _graft(tree, self.calibration.calibrate(proposed))
-            if len(tree) > num_certain:
-                draft_s = self._clock() - started_s
-                order = best_first(tree)
-                log_accept = [tree.log_accept[node] for node in order]
-                tree = prune(tree, buy(log_accept, curve, draft_s, num_certain).num_nodes)
+            tree = self._buy(sequence, tree, proposed, curve, started_s)
         elif max_depth < num_certain - 1:
             tree = prune(tree, max_depth + 1)
         draft_s = self._clock() - started_s
@@ -183,7 +181,8 @@ class Engine:
         return _Draft(
             tree=pack(tree),
             num_provisional=min(num_certain, len(tree)) - 1,
-            expected_s=draft_s + curve[len(tree) - 1],
+            # Where the draft decides what a seed gives, nothing that a clock says may decide the draft.
+            expected_s=(draft_s if sequence.request.rule is None else 0.0) + curve[len(tree) - 1],
             plain_s=curve[0],
             proposed=proposed,
         )
@@ -199,7 +198,32 @@ class Engine:
             sampling=request.draft_sampling,
             pass_s=curve[num_ahead:],
         )
-        return request.drafter.propose(proposal)
+        if request.rule is None or not request.rule.needs_draws:
+            return request.drafter.propose(proposal)
+        assert isinstance(request.drafter, DrawingDrafter)
+        shape = sequence.drawn.plan(curve, proposal.max_nodes, proposal.max_depth)
+        if len(shape) == 1:
+            return TokenTree.root(proposal.tip)
+        return request.drafter.draw(proposal, DrawPlan(shape, request.rule.draft_chance(len(sequence.token_ids))))
+
+    def _buy(
+        self,
+        sequence: DecodingSequence,
+        certain: TokenTree,
+        proposed: TokenTree,
+        curve: Sequence[float],
+        started_s: float,
+    ) -> TokenTree:
+        """Return the certain tokens and, below them, the proposed nodes that are worth their rows."""
+        rule = sequence.request.rule
+        if rule is not None and rule.needs_draws:
+            return graft(certain, proposed)  # a draw that is dropped for what it is would bias the output
+        tree = graft(certain, self.calibration.calibrate(proposed) if rule is None else proposed)
+        if len(tree) == len(certain):
+            return tree
+        draft_s = self._clock() - started_s if rule is None else 0.0
+        log_accept = [tree.log_accept[node] for node in best_first(tree)]
+        return prune(tree, buy(log_accept, curve, draft_s, len(certain)).num_nodes)
 
     def _max_depth(self, sequence: DecodingSequence) -> int:
         """Return how deep a node may lie: neither more tokens nor more positions than are left."""
@@ -257,16 +281,8 @@ class Engine:
 
     def _settle(self, sequence: DecodingSequence, draft: _Draft, logits: Tensor, hidden: Tensor) -> list[Emission]:
         """Accept what the target would have chosen, commit its rows, and emit it token by token."""
-        context = sequence.token_ids
-        chooser, stop_ids = sequence.request.chooser, sequence.request.stop_ids
-
-        def choose(row: int, path: list[int]) -> int:
-            if path and path[-1] in stop_ids:
-                return path[-1]  # nothing is emitted after an end, so no processor is asked (vllm#44006)
-            return chooser.choose(logits[row], context + path if path else context)
-
         try:
-            verdict = match(draft.tree, choose)
+            verdict = verify(sequence, draft.tree, logits)
         except NumericsError:
             self.runner.cache.wipe(sequence.region)
             raise
@@ -286,7 +302,7 @@ class Engine:
         tokens = [*(tree.token_ids[row] for row in verdict.accepted), verdict.last_token]
         sources = [*(tree.sources[row] for row in verdict.accepted), TARGET]
         num_confirmed = len(tokens)
-        if self.commit_policy == "canonical":
+        if self.commit_policy == "canonical" and request.rule is None:  # other rules leave no plain output to equal
             num_confirmed = sum(1 for index, row in enumerate(path) if row == index)
         emitted: list[Emission] = []
         for row, token_id, source in zip(path[:num_confirmed], tokens, sources, strict=False):
@@ -323,6 +339,9 @@ class Engine:
         stats.num_plain_passes += len(tree) == first_drafted
         stats.drafted.update(tree.sources[first_drafted:])
         stats.accepted.update(tree.sources[row] for row in verdict.accepted if row >= first_drafted)
+        if sequence.request.rule is not None:
+            sequence.drawn.record(tree, verdict)
+            return  # acceptance under another rule says little about match
         walked = [*(tree.token_ids[row] for row in verdict.accepted), verdict.last_token]
         if draft.proposed is not None and tree.token_ids[1:first_drafted] == walked[: draft.num_provisional]:
             self.calibration.update(draft.proposed, walked[draft.num_provisional :])
@@ -361,19 +380,6 @@ def _provisional_tree(sequence: DecodingSequence) -> TokenTree:
     for token_id, source in zip(sequence.provisional, sequence.provisional_sources, strict=True):
         tree.add(len(tree) - 1, token_id, 0.0, source)
     return tree
-
-
-def _graft(chain: TokenTree, drafted: TokenTree) -> TokenTree:
-    """Return the drafted tree hung below the last node of a chain."""
-    offset = len(chain) - 1
-    if offset == 0:
-        return drafted
-    return TokenTree(
-        chain.token_ids + drafted.token_ids[1:],
-        chain.parents + [parent + offset for parent in drafted.parents[1:]],
-        chain.log_accept + drafted.log_accept[1:],
-        chain.sources + drafted.sources[1:],
-    )
 
 
 @torch.inference_mode()

@@ -9,9 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from foretell.cache.kv_cache import Region
-from foretell.drafters.drafter import Drafter, DraftSampling
+from foretell.drafters.drafter import Drafter, DraftSampling, DrawingDrafter
+from foretell.engine.drawing import DrawnAcceptance
+from foretell.errors import ConfigError
 from foretell.hardware.budget import DraftGate
 from foretell.result import FinishReason, Stats, TokenLogprobs
+from foretell.verify.rule import Rule
 
 TARGET = "target"
 """Source of a token that no drafter proposed."""
@@ -29,7 +32,11 @@ class Chooser(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the engine needs to know to decode one sequence. Token ids only, no text."""
+    """What the engine needs to know to decode one sequence. Token ids only, no text.
+
+    Raises:
+        ConfigError: the rule tests draws, and the drafter draws nothing.
+    """
 
     prompt_ids: Sequence[int]
     chooser: Chooser
@@ -42,6 +49,15 @@ class Request:
     num_logprobs: int | None = None
     draft_sampling: DraftSampling | None = None
     """What drafters with probabilities need to know of the chooser; None when greedy."""
+    rule: Rule | None = None
+    """How drafts are accepted; None is match, of which the tokens do not depend on the draft."""
+
+    def __post_init__(self) -> None:
+        if self.rule is not None and self.rule.needs_draws and not isinstance(self.drafter, DrawingDrafter):
+            raise ConfigError(
+                f"drafter {self.drafter.name!r} proposes no drawn children, `verification`={self.rule.name!r} tests "
+                "draws: use 'match', or a drafter that runs a draft model"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,7 @@ class DecodingSequence:
     started_s: float = 0.0
     first_token_at_s: float | None = None
     gate: DraftGate = field(default_factory=DraftGate)
+    drawn: DrawnAcceptance = field(default_factory=DrawnAcceptance)
 
     @property
     def num_new_tokens(self) -> int:

@@ -35,6 +35,7 @@ from foretell.passes.runner import CompiledPass, Runner
 from foretell.result import Chunk, Completion
 from foretell.text.tokenizer import Message, Tokenizer
 from foretell.verify.choose import TokenChooser
+from foretell.verify.rule import make_rule
 
 MAX_BATCH = 32
 """Sequences that are decoded at once."""
@@ -154,7 +155,8 @@ class LLM:
         Raises:
             InputError: a prompt is empty.
             CapacityError: a prompt does not fit the context.
-            ConfigError: a parameter names an id beyond the vocabulary, or the drafter is unknown.
+            ConfigError: a parameter names an id beyond the vocabulary, the drafter is unknown, or it does not draw what
+                the verification tests.
         """
         sampling = sampling or SamplingParams()
         waiting = [self._encode(prompt) for prompt in _as_list(prompts)]
@@ -286,6 +288,7 @@ class LLM:
             should_stop=output.push,
             num_logprobs=sampling.logprobs,
             draft_sampling=_draft_sampling(sampling, seed, sample),
+            rule=make_rule(sampling, chooser, seed, sample),
         )
 
     def _step(self, jobs: list[_Job]) -> list[_Job]:

@@ -137,4 +137,5 @@ def _shown(settings: BenchSettings, engine: EngineSettings) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "seed": sampling.seed,
+        "verification": sampling.verification,
     }

@@ -86,4 +86,4 @@ def _print_stream(chunks: Iterator[Chunk], paint: Paint) -> Completion:
 
 def _shown(sampling: SamplingParams) -> dict[str, object]:
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "seed", "n")
-    return {name: getattr(sampling, name) for name in names}
+    return {name: getattr(sampling, name) for name in (*names, "verification")}

@@ -141,6 +141,16 @@ class SamplingOptions(EngineOptions):
         list[str] | None, typer.Option(help="End the output at this string; repeatable.", rich_help_panel=SAMPLING)
     ] = None
     n: Annotated[int | None, typer.Option(help="Independent samples.", rich_help_panel=SAMPLING)] = None
+    verification: Annotated[
+        Literal["match", "rejection", "traversal", "typical"] | None,
+        typer.Option(
+            help="Which rule accepts drafts; see docs/drafters.md.", show_default="match", rich_help_panel=SAMPLING
+        ),
+    ] = None
+    allow_lossy: Annotated[
+        bool | None,
+        typer.Option("--allow-lossy", help="Allow a rule that changes what the model says.", rich_help_panel=SAMPLING),
+    ] = None
 
     def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Return the sampling parameters: those given, over a command's `defaults`.

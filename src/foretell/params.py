@@ -189,3 +189,15 @@ def _at_least(name: str, value: float, limit: float) -> None:
 def _is_whole(value: object) -> bool:
     """Return whether a value is an integer of Python's or of an array library's."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def generation_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters that `generation_config.json` sets, as keyword arguments of `SamplingParams`."""
+    if not raw.get("do_sample", False):
+        names: tuple[str, ...] = ("repetition_penalty", "no_repeat_ngram_size")
+    else:
+        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
+    found = {name: raw[name] for name in names if raw.get(name) is not None}
+    if raw.get("do_sample", False):
+        found.setdefault("temperature", 1.0)
+    return found

@@ -12,11 +12,15 @@ from foretell.train.text import Documents
 
 
 def test_documents_survive_a_file(tmp_path: Path) -> None:
-    documents = Documents.join([Documents.of([[1, 2, 3], [4]], [0, 0]), Documents.of([[5, 6]], [1])])
+    documents = Documents.join(
+        [Documents.of([[1, 2, 3], [4]], [0, 0], [1, 0], [0, 1]), Documents.of([[5, 6]], [1], [1], [0.5])]
+    )
     documents.save(tmp_path / "shard.npz")
     loaded = Documents.load(tmp_path / "shard.npz")
     assert [loaded[number].tolist() for number in range(len(loaded))] == [[1, 2, 3], [4], [5, 6]]
     assert loaded.kinds.tolist() == [0, 0, 1]
+    assert loaded.answer_starts.tolist() == [1, 0, 1]
+    assert loaded.temperatures.tolist() == [0, 1, 0.5]
     assert [path.name for path in tmp_path.iterdir()] == ["shard.npz"]
 
 

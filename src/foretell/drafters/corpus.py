@@ -6,10 +6,15 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from heapq import nlargest
 from operator import itemgetter
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from foretell.drafters.automaton import Match, SuffixAutomaton
 from foretell.drafters.backoff import MAX_FOLLOWERS, Level
+from foretell.errors import InputError
+
+if TYPE_CHECKING:
+    from foretell.text.tokenizer import Tokenizer
 
 _DISCOUNT: Final = 2
 """A corpus says as much as the sequence's own text does with a context shorter by this: 0.25 of its guesses after one
@@ -58,3 +63,20 @@ class Corpus:
             for token_id in text:
                 automaton.extend(token_id)
         return automaton
+
+
+def read_corpus(path: Path | None, tokenizer: Tokenizer) -> Corpus:
+    """Return a file's text as a corpus, an empty one where there is no file.
+
+    Raises:
+        InputError: it cannot be read as UTF-8.
+    """
+    if path is None:
+        return Corpus([])
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"corpus {path} is not UTF-8 text: convert it first") from None
+    except OSError as error:
+        raise InputError(f"corpus {path} cannot be read: {error.strerror}") from None
+    return Corpus([tokenizer.encode(text, add_special_tokens=False)])

@@ -10,7 +10,7 @@ Source: Spector and Re 2023, arXiv:2308.04623 (a draft model that is itself draf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretell.models.config import ModelConfig
-from foretell.models.decoder import RowBatch
+from foretell.models.decoder import Model, RowBatch
 from foretell.models.layers import PackedLinear
 from foretell.models.llama import Llama
 
@@ -67,7 +67,7 @@ class DraftModel(Llama):
     def embed(self, batch: RowBatch) -> Tensor:
         """Return the inputs of the first layer, [B * N, E]."""
         tokens = super().embed(batch)  # [B * N, E]
-        if self.fuse is None:
+        if self.fuse is None or batch.embeddings is not None:
             return tokens
         assert batch.features is not None
         normed = F.rms_norm(tokens, tokens.shape[-1:], None, self.config.norm_eps)  # [B * N, E]
@@ -94,3 +94,33 @@ class _Tensors:
             assert tuple(self._tensors[name].shape) == shape, name
 
     def release(self) -> None: ...
+
+
+class ForeignDraft:
+    """Any causal language model with the target's tokenizer, as a draft; its padded vocabulary is cut off.
+
+    Args:
+        model: the decoder.
+        num_ids: ids that the target has as well.
+    """
+
+    fuse = no_feature = None
+    kind: DraftKind = "lm"
+
+    def __init__(self, model: Model, num_ids: int) -> None:
+        self._model = model
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.kept_ids = np.arange(num_ids)  # [K]
+
+    def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
+        return self._model.forward(batch, keys_values)
+
+    def embed(self, batch: RowBatch) -> Tensor:
+        return self._model.embed(batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)[:, : len(self.kept_ids)]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._model.num_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from torch import Tensor
@@ -97,6 +99,10 @@ class ScriptedChooser:
     phases: list[Phase]
     end_ids: frozenset[int] = frozenset()
     """They end the text where the last phase draws one."""
+    temperature: float = 0.0
+    """Of the last phase."""
+    answer_start: int = 0
+    """Position of the last phase's first token, once it is drawn."""
     _waiting: list[int] = field(default_factory=list)
     _num_drawn: int = 0
 
@@ -109,6 +115,8 @@ class ScriptedChooser:
         if self._waiting:
             return self._waiting.pop(0)
         phase = self.phases[0]
+        if len(self.phases) == 1 and self._num_drawn == 0:
+            self.answer_start = len(context_ids)
         is_over = phase.max_tokens is not None and self._num_drawn >= phase.max_tokens
         token_id = -1 if is_over else phase.chooser.choose(logits, context_ids)
         self._num_drawn += 1
@@ -127,9 +135,62 @@ def chat_script(
     shape: ChatShape, number: int, *, seed: int, vocab_size: int, end_ids: frozenset[int]
 ) -> ScriptedChooser:
     """Return the chooser of a made-up user turn and its answer."""
+    temperature = TEMPERATURES[number % len(TEMPERATURES)]
     turn = Phase(_chooser(1.0, number, seed, vocab_size), TURN_TOKENS, shape.after[0], shape.after)
-    answer = Phase(_chooser(TEMPERATURES[number % len(TEMPERATURES)], number, seed, vocab_size))
-    return ScriptedChooser([turn, answer], end_ids)
+    answer = Phase(_chooser(temperature, number, seed, vocab_size))
+    return ScriptedChooser([turn, answer], end_ids, temperature)
+
+
+def answer_script(
+    turns: Sequence[Sequence[int]],
+    after: Sequence[int],
+    number: int,
+    *,
+    seed: int,
+    vocab_size: int,
+    end_ids: frozenset[int],
+) -> ScriptedChooser:
+    """Return the chooser of an answer to one of the given user turns, which are taken in turn."""
+    turn, temperature = turns[number % len(turns)], TEMPERATURES[number // len(turns) % len(TEMPERATURES)]
+    answer = Phase(_chooser(temperature, number, seed, vocab_size))
+    return ScriptedChooser([answer], end_ids, temperature, _waiting=[*turn, *after])
+
+
+def read_turns(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+    """Return the user turns of a JSON Lines file: each line has `prompt`, or `turns`, of which the first counts.
+
+    Args:
+        path: the file.
+        tokenizer: of the target.
+        max_tokens: longer turns are left out, since they leave no room for an answer.
+
+    Raises:
+        InputError: the file cannot be read, a line is no such object, or no turn is short enough.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"prompts {path} cannot be read ({error}): give a JSON Lines file in UTF-8") from None
+    turns = [
+        tokenizer.encode(_turn(path, number, line), add_special_tokens=False)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    short = [turn for turn in turns if 0 < len(turn) <= max_tokens]
+    if not short:
+        raise InputError(f"prompts {path} has {len(turns)} turns, none of 1 to {max_tokens} tokens: give shorter ones")
+    return short
+
+
+def _turn(path: Path, number: int, line: str) -> str:
+    try:
+        row = json.loads(line)
+        text = row["prompt"] if "prompt" in row else row["turns"][0]
+    except (ValueError, KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise InputError(f'{path}:{number} is no object with "prompt" or "turns": see `foretell train draft --help`')
+    return text
 
 
 def raw_script(
@@ -137,9 +198,10 @@ def raw_script(
 ) -> ScriptedChooser:
     """Return the chooser of a text that begins with one of the openings."""
     opening = openings[number % len(openings)]
+    temperature = TEMPERATURES[number // len(openings) % len(TEMPERATURES)]
     wander = Phase(_chooser(1.0, number, seed, vocab_size), WANDER_TOKENS)
-    rest = Phase(_chooser(TEMPERATURES[number // len(openings) % len(TEMPERATURES)], number, seed, vocab_size))
-    return ScriptedChooser([wander, rest], end_ids, list(opening))
+    rest = Phase(_chooser(temperature, number, seed, vocab_size))
+    return ScriptedChooser([wander, rest], end_ids, temperature, _waiting=list(opening))
 
 
 def _chooser(temperature: float, number: int, seed: int, vocab_size: int) -> TokenChooser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,15 @@ from foretell.errors import InputError
 from foretell.llm import LLM
 from foretell.passes.rows import Rows
 from foretell.passes.runner import Runner
-from foretell.train.scripts import OPENINGS, ChatShape, ScriptedChooser, chat_script, raw_script
+from foretell.train.scripts import (
+    OPENINGS,
+    ChatShape,
+    ScriptedChooser,
+    answer_script,
+    chat_script,
+    raw_script,
+    read_turns,
+)
 
 CHAT, RAW = 0, 1
 """Kinds of documents."""
@@ -48,6 +56,10 @@ class Documents:
     """[D + 1]; document d is `token_ids[starts[d]:starts[d + 1]]`."""
     kinds: NDArray[np.int8]
     """[D], `CHAT` or `RAW`."""
+    answer_starts: NDArray[np.int32]
+    """[D], where within a document the target's answer, or the free part of raw text, begins."""
+    temperatures: NDArray[np.float32]
+    """[D], of that part."""
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -55,28 +67,43 @@ class Documents:
     def __getitem__(self, number: int) -> NDArray[np.int32]:
         return self.token_ids[self.starts[number] : self.starts[number + 1]]
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, [D]."""
+        return np.diff(self.starts)
+
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]], kinds: Sequence[int]) -> Documents:
+    def of(
+        cls,
+        texts: Sequence[Sequence[int]],
+        kinds: Sequence[int],
+        answer_starts: Sequence[int],
+        temperatures: Sequence[float],
+    ) -> Documents:
         """Return these texts as documents."""
         starts = np.cumsum([0, *map(len, texts)], dtype=np.int64)  # [D + 1]
         flat = np.fromiter((token_id for text in texts for token_id in text), np.int32, int(starts[-1]))  # [M]
-        return cls(flat, starts, np.array(kinds, dtype=np.int8))
+        return cls(
+            flat,
+            starts,
+            np.array(kinds, dtype=np.int8),
+            np.array(answer_starts, dtype=np.int32),
+            np.array(temperatures, dtype=np.float32),
+        )
 
     @classmethod
     def join(cls, parts: Sequence[Documents]) -> Documents:
-        """Return all documents of several collections."""
-        lengths = np.concatenate([np.diff(part.starts) for part in parts])  # [D]
-        return cls(
-            np.concatenate([part.token_ids for part in parts]),
-            np.concatenate([[0], np.cumsum(lengths)]),
-            np.concatenate([part.kinds for part in parts]),
-        )
+        """Return all documents of several collections, at least one."""
+        starts = np.concatenate([[0], np.cumsum(np.concatenate([part.lengths for part in parts]))])  # [D + 1]
+        names = ("token_ids", "kinds", "answer_starts", "temperatures")
+        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return cls(starts=starts, **joined)
 
     def save(self, path: Path) -> None:
         """Write a file whole or not at all."""
         partial = path.with_suffix(f".partial-{os.getpid()}")
         with partial.open("wb") as file:
-            np.savez(file, token_ids=self.token_ids, starts=self.starts, kinds=self.kinds)
+            np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
         partial.replace(path)
 
     @classmethod
@@ -88,13 +115,19 @@ class Documents:
         """
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return cls(arrays["token_ids"], arrays["starts"], arrays["kinds"])
+                return cls(**{field.name: arrays[field.name] for field in fields(cls)})
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise InputError(f"{path} is damaged ({error}): delete it, and it will be written again") from None
 
 
 def write_text(
-    llm: LLM, folder: Path, num_tokens: int, *, seed: int = 0, progress: Callable[[int, int], None] | None = None
+    llm: LLM,
+    folder: Path,
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    prompts: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Documents:
     """Return at least `num_tokens` of text by the target itself; shards that are there already are not written again.
 
@@ -107,15 +140,17 @@ def write_text(
         folder: where shards are kept.
         num_tokens: stop after the shard that reaches this.
         seed: of all sampling.
+        prompts: a JSON Lines file of user turns to answer in place of made-up ones; nothing raw is written then. Each
+            is answered several times where tokens are still missing, at other temperatures.
         progress: called with the tokens written so far and `num_tokens`.
 
     Raises:
-        InputError: a shard is damaged.
+        InputError: a shard is damaged, or `prompts` has no usable line.
 
-    Cost: 700 tokens/s for a 135M model on two cores, and 1.1 KB a token for hidden states.
+    Cost: 460 tokens/s for a 135M model on two cores, and 1.1 KB a token for hidden states.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(llm, seed)
+    writer = _Writer(llm, seed, prompts)
     shards: list[Documents] = []
     num_done = 0
     while num_done < num_tokens:
@@ -141,6 +176,18 @@ def _shifted(progress: Callable[[int, int], None] | None, before: int, total: in
     return shifted
 
 
+def shard_paths(folder: Path, num_tokens: int) -> list[Path]:
+    """Return the shards that `write_text` wrote for so many tokens, in order."""
+    paths: list[Path] = []
+    num_found = 0
+    for path in sorted(folder.glob("shard-*.npz")):
+        if num_found >= num_tokens:
+            break
+        paths.append(path)
+        num_found += len(Documents.load(path).token_ids)
+    return paths
+
+
 def hidden_path(shard: Path) -> Path:
     """Return where a shard's hidden states are: bfloat16 as uint16 [M, E], that of a document's last token is 0."""
     return shard.with_suffix(".hidden.npy")
@@ -159,12 +206,13 @@ class _Writer:
     Documents of a shard begin together, so that most passes read few slots of keys and values.
     """
 
-    def __init__(self, llm: LLM, seed: int) -> None:
+    def __init__(self, llm: LLM, seed: int, prompts: Path | None = None) -> None:
         self._llm, self._seed = llm, seed
         runner = Runner(llm.engine.runner.model, DOCUMENT_TOKENS, slot_grain=_SLOT_GRAIN)
         self._engine = Engine(runner, llm.profile, llm.engine.calibration, "copy")
         self._shape = ChatShape.of(llm.tokenizer)
         self._openings = [llm.tokenizer.encode(text, add_special_tokens=False) for text in OPENINGS]
+        self._turns = None if prompts is None else read_turns(prompts, llm.tokenizer, DOCUMENT_TOKENS // 2)
 
     def write(self, shard: int, progress: Callable[[int], object]) -> _Shard:
         """Return one shard's documents and hidden states."""
@@ -172,14 +220,24 @@ class _Writer:
         numbers = range(shard * SHARD_DOCUMENTS, (shard + 1) * SHARD_DOCUMENTS)
         keys: Any = {"seed": self._seed, "vocab_size": self._llm.config.vocab_size}
         keys["end_ids"] = frozenset(self._llm.config.eos_ids)
-        if self._shape is not None and kind == CHAT:
+        if self._turns is not None:
+            kind = CHAT
+            prompt_ids = self._shape.before if self._shape is not None else [self._first_id()]
+            after = self._shape.after if self._shape is not None else []
+            scripts = [answer_script(self._turns, after, number, **keys) for number in numbers]
+        elif self._shape is not None and kind == CHAT:
             prompt_ids = self._shape.before
             scripts = [chat_script(self._shape, number, **keys) for number in numbers]
         else:
             prompt_ids = [self._first_id()]
             scripts = [raw_script(self._openings, number, **keys) for number in numbers]
         written = self._decode(prompt_ids, scripts, progress)
-        documents = Documents.of([text.token_ids for text in written], [kind] * len(written))
+        documents = Documents.of(
+            [text.token_ids for text in written],
+            [kind] * len(written),
+            [script.answer_start for script in scripts],
+            [script.temperature for script in scripts],
+        )
         return _Shard(documents, torch.cat([text.hidden for text in written]))
 
     def _first_id(self) -> int:

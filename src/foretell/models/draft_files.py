@@ -1,0 +1,186 @@
+"""Trained drafts on disk: int8 rows with scales, the ids that were kept, and for which target."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretell.errors import ConfigError, ModelError
+from foretell.models.config import ModelConfig
+from foretell.models.draft import DraftModel
+from foretell.models.weights import WeightReader
+
+FORMAT: Final = 1
+CONFIG: Final = "config.json"
+WEIGHTS: Final = "draft.safetensors"
+REMEDY: Final = "train it again with `foretell train draft`"
+
+_SHARED: Final = ("vocab_size", "hidden_size")
+"""Dimensions in which a draft and its target agree."""
+
+
+def write_draft(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    kept_ids: NDArray[np.int64],
+    *,
+    fingerprint: str,
+    card: str,
+    provenance: Mapping[str, Any],
+) -> None:
+    """Write a draft whole or not at all; a folder that is there is replaced.
+
+    Args:
+        folder: gets `config.json`, `draft.safetensors`, `README.md` and `provenance.json`.
+        config: of the body.
+        tensors: float32, by Llama's names; matrices are stored as int8 rows, each with a scale.
+        kept_ids: int64 [K], ascending.
+        fingerprint: the target's, see `foretell.models.fingerprint`.
+        card: the model card, Markdown.
+        provenance: command, recipe, text, versions, scores.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    document = {"format_version": FORMAT, "fingerprint": fingerprint, "num_kept": len(kept_ids), "body": asdict(config)}
+    stored = {"kept_ids": torch.from_numpy(kept_ids.astype(np.int32))}
+    for name, tensor in tensors.items():
+        stored |= _quantise(name, tensor)
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        save_file(stored, partial / WEIGHTS)
+        (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        (partial / "provenance.json").write_text(json.dumps(dict(provenance), indent=2) + "\n", encoding="utf-8")
+        for file in partial.iterdir():  # what else lies in the folder, such as a table, stays
+            folder.mkdir(exist_ok=True)
+            file.replace(folder / file.name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another place") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_draft_facts(folder: Path) -> dict[str, Any]:
+    """Return a draft's `config.json`.
+
+    Raises:
+        ModelError: it is missing, damaged or of another format.
+    """
+    path = folder / CONFIG
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = document["format_version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(f"{path} is missing or damaged: {REMEDY}") from None
+    if version != FORMAT:
+        raise ModelError(f"{path} has format {version}, this version reads {FORMAT}: {REMEDY}")
+    return document
+
+
+def is_draft(folder: Path) -> bool:
+    """Return whether a folder holds a trained draft, rather than a model of its own."""
+    return (folder / WEIGHTS).is_file()
+
+
+def read_draft(
+    folder: Path,
+    target_folder: Path,
+    target: ModelConfig,
+    fingerprint: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DraftModel:
+    """Load a draft beside its target, whose embedding and head rows it shares.
+
+    Args:
+        folder: by `write_draft`.
+        target_folder: holds the target's safetensors.
+        target: the target's dimensions.
+        fingerprint: the target's.
+        dtype: of the draft's weights in memory.
+        device: where they go.
+
+    Raises:
+        ModelError: the draft is damaged, or of another target.
+    """
+    facts = read_draft_facts(folder)
+    if facts.get("fingerprint") != fingerprint:
+        raise ModelError(
+            f"draft {folder} was trained for target {str(facts.get('fingerprint'))[:16]}, this one is "
+            f"{fingerprint[:16]}, another model or fine-tuned since: {REMEDY}"
+        )
+    config = _body(folder, facts)
+    if any(getattr(config, name) != getattr(target, name) for name in _SHARED):
+        raise ModelError(f"draft {folder} has other dimensions than the target: {REMEDY}")
+    stored = _read_tensors(folder / WEIGHTS)
+    try:
+        kept_ids = stored.pop("kept_ids").long()  # [K]
+        tensors = _dequantise(stored)
+        if len(kept_ids) != facts["num_kept"] or int(kept_ids.max()) >= target.vocab_size or int(kept_ids.min()) < 0:
+            raise ValueError("kept ids")
+        with WeightReader(target_folder) as reader:
+            embedding = reader.get_mapped(_embedding_name(reader))  # [V, E]
+            has_head = not target.tie_embeddings and reader.has("lm_head.weight")
+            head = reader.get("lm_head.weight") if has_head else embedding  # [V, E]
+            tensors |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head[kept_ids]}
+            return DraftModel(config, tensors, kept_ids.numpy(), dtype, device)
+    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{folder / WEIGHTS} does not hold what {CONFIG} says ({error}): {REMEDY}") from None
+
+
+def _embedding_name(reader: WeightReader) -> str:
+    return "model.embed_tokens.weight" if reader.has("model.embed_tokens.weight") else "wte.weight"
+
+
+def _body(folder: Path, facts: Mapping[str, Any]) -> ModelConfig:
+    try:
+        values = {field.name: facts["body"][field.name] for field in fields(ModelConfig)}
+        values["layer_types"], values["eos_ids"] = tuple(values["layer_types"]), tuple(values["eos_ids"])
+        return ModelConfig(**values)
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{folder / CONFIG} lacks {error}: {REMEDY}") from None
+
+
+def _quantise(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return int8 rows and their scales, [out, in] and [out]; vectors as bfloat16."""
+    if tensor.ndim == 1:
+        return {name: tensor.bfloat16().contiguous()}
+    scale = tensor.float().abs().amax(-1).clamp(min=1e-12) / 127  # [out]
+    return {name: (tensor / scale[:, None]).round().to(torch.int8).contiguous(), f"{name}.scale": scale}
+
+
+def _dequantise(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in stored.items():
+        if tensor.dtype == torch.int8:
+            tensors[name] = tensor.float() * stored[f"{name}.scale"][:, None]  # [out, in]
+        elif not name.endswith(".scale"):
+            tensors[name] = tensor
+    return tensors
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"{path} is truncated, corrupt or missing ({reason}): {REMEDY}") from None

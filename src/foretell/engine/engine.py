@@ -73,7 +73,7 @@ class Engine:
     ) -> None:
         self.runner, self.profile, self.calibration = runner, profile, calibration
         self.commit_policy, self._clock = commit, clock
-        self._curves: dict[int, list[float]] = {}
+        self._curves: dict[tuple[int, int], list[float]] = {}
 
     def start(self, request: Request, *, reuse: Region | None = None) -> DecodingSequence:
         """Prefill a prompt.
@@ -135,7 +135,8 @@ class Engine:
         Raises:
             NumericsError: the model's logits hold NaN, or no token is left to choose from.
         """
-        drafts = {id(sequence): self._draft(sequence) for sequence in sequences}
+        num_sharing = 1 if self.runner.compiled is not None else len(sequences)
+        drafts = {id(sequence): self._draft(sequence, num_sharing) for sequence in sequences}
         emissions: dict[int, list[Emission]] = {}
         for group in self._groups(sequences):
             self._pass(group, [drafts[id(sequence)] for sequence in group], emissions)
@@ -163,10 +164,10 @@ class Engine:
 
     # Propose and buy
 
-    def _draft(self, sequence: DecodingSequence) -> _Draft:
+    def _draft(self, sequence: DecodingSequence, num_sharing: int) -> _Draft:
         """Return the rows to verify: the root, tokens to compute again, and the drafts worth their time."""
         started_s = self._clock()
-        curve = self._curve(sequence.region.length)
+        curve = self._curve(sequence.region.length, num_sharing)
         tree = _provisional_tree(sequence)
         num_certain = len(tree)
         max_depth = self._max_depth(sequence)
@@ -231,16 +232,20 @@ class Engine:
         positions_left = self.runner.context_tokens - len(sequence.token_ids)
         return max(0, min(tokens_left, positions_left) - 1)  # the last token needs no row of its own
 
-    def _curve(self, context: int) -> list[float]:
-        """Return T(N) near a context length for the row counts that a pass may have."""
+    def _curve(self, context: int, num_sharing: int = 1) -> list[float]:
+        """Return T(N) near a context length for the rows that each of `num_sharing` sequences may have in a pass.
+
+        Sequences that share a pass are expected to buy alike, so N rows of one stand for N rows of each.
+        """
         bucket = context // 256
-        if bucket not in self._curves:
-            measured = self.profile.curve(bucket * 256)[:MAX_ROWS]
+        key = (bucket, num_sharing)
+        if key not in self._curves:
             compiled = self.runner.compiled
+            sizes = list(range(1, min(self.profile.max_rows, MAX_ROWS) + 1))
             if compiled is not None:
-                measured = [value for size, value in enumerate(measured, 1) if compiled.num_rows(size) is not None]
-            self._curves[bucket] = measured
-        return self._curves[bucket]
+                sizes = [size for size in sizes if compiled.num_rows(size) is not None]
+            self._curves[key] = [self.profile.seconds(size * num_sharing, bucket * 256) for size in sizes]
+        return self._curves[key]
 
     # Forward
 

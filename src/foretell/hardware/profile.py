@@ -49,16 +49,26 @@ class LatencyProfile:
         return self.num_rows[-1]
 
     def seconds(self, num_rows: int, context: int) -> float:
-        """Return T(N) at a context length: that of the next measured row count, linear between contexts."""
+        """Return T(N) at a context length: that of the next measured row count, linear between contexts.
+
+        Beyond the last measured row count every row costs what the last ones did.
+        """
         column = min(bisect_left(self.num_rows, num_rows), len(self.num_rows) - 1)
         upper = bisect_left(self.contexts, context)
-        if upper == 0:
-            return self.pass_s[0][column]
-        if upper == len(self.contexts):
-            return self.pass_s[-1][column]
+        if upper == 0 or upper == len(self.contexts):
+            return self._at(min(upper, len(self.contexts) - 1), column, num_rows)
         low, high = self.contexts[upper - 1], self.contexts[upper]
         weight = (context - low) / (high - low)
-        return (1 - weight) * self.pass_s[upper - 1][column] + weight * self.pass_s[upper][column]
+        return (1 - weight) * self._at(upper - 1, column, num_rows) + weight * self._at(upper, column, num_rows)
+
+    def _at(self, row: int, column: int, num_rows: int) -> float:
+        measured = self.pass_s[row]
+        num_more = num_rows - self.max_rows
+        if num_more <= 0:
+            return measured[column]
+        before = max(0, len(measured) - 2)
+        num_between = max(1, self.num_rows[-1] - self.num_rows[before])
+        return measured[-1] + num_more * (measured[-1] - measured[before]) / num_between
 
     def curve(self, context: int) -> list[float]:
         """Return T(1), T(2), … T(max_rows) at a context length."""

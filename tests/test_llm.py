@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -773,6 +774,29 @@ def test_damaged_estimates_are_forgotten(folder: Path, sources: Any) -> None:
     path.unlink()
     assert again.profile == profile
     assert again.engine.calibration.to_json() == Calibration().to_json()
+
+
+@pytest.mark.parametrize("verification", ["rejection", "traversal"])
+def test_rules_that_test_draws_repeat_with_a_seed_and_refuse_who_ranks(llm: LLM, verification: Any) -> None:
+    sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=4, n=3, verification=verification)
+    first, again = (llm.generate("abcabc", sampling, drafter="none") for _ in range(2))
+    assert [each.token_ids for each in first] == [each.token_ids for each in again]
+    assert len({tuple(each.token_ids) for each in first}) == 3
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(ConfigError, match="drafter 'suffix' proposes no drawn children"):
+            ask("abcabc", replace(sampling, n=1), drafter="suffix")
+    greedy = SamplingParams(max_new_tokens=12, verification=verification)
+    assert (
+        llm.generate("abcabc", greedy)[0].token_ids
+        == llm.generate("abcabc", SamplingParams(max_new_tokens=12))[0].token_ids
+    )
+
+
+def test_typical_acceptance_takes_any_drafter(llm: LLM) -> None:
+    sampling = SamplingParams(max_new_tokens=24, temperature=1.0, seed=4, verification="typical", allow_lossy=True)
+    (first,), (again,) = (llm.generate("abcabcabc", sampling, drafter="lookup") for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert first.stats.accepted["lookup"] > 0
 
 
 @pytest.fixture

@@ -46,6 +46,15 @@ def test_samples_are_told_apart_and_a_seed_repeats_them(foretell: Foretell, tiny
     assert foretell(*args, stdin=b"from stdin").stdout == first.stdout
 
 
+def test_a_rule_that_the_drafter_cannot_serve_is_refused_in_one_line(foretell: Foretell, tiny_model: Path) -> None:
+    args = ["generate", "--model", tiny_model, *SHORT, "--temperature", "1", "--verification", "traversal"]
+    refused = foretell(*args, "--drafter", "lookup", "hello")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("foretell: error: drafter 'lookup' proposes no drawn children")
+    assert refused.stderr.count("\n") == 1
+    assert foretell(*args, "--drafter", "none", "hello").returncode == 0
+
+
 def test_verbose_prints_settings_and_figures_to_stderr(foretell: Foretell, tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("ünïcödé", encoding="utf-8")

@@ -225,6 +225,22 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(lab: Any, name: str) 
     assert tuple(other) not in outputs
 
 
+@pytest.mark.parametrize("name", DRAWN_RULES)
+def test_a_seed_gives_together_what_it_gives_alone_vllm_6038(lab: Any, name: str) -> None:
+    params = sampling(name, max_new_tokens=16, top_k=8)
+    steep = LatencyProfile(key={"model": "steep"}, contexts=(0,), num_rows=(1, 4, 16), pass_s=((1.0, 1.2, 4.0),))
+
+    def requests() -> list[Any]:
+        return [request_of(lab, Drawing(range(3, 40)), params, seed=seed) for seed in range(6)]
+
+    alone = [lab.run(lab.engine(profile=steep), request).output_ids for request in requests()]
+    engine = lab.engine(profile=steep)
+    sequences = [engine.start(request) for request in requests()]
+    while active := [sequence for sequence in sequences if not sequence.is_finished]:
+        engine.step(active)
+    assert [sequence.token_ids[5:] for sequence in sequences] == alone
+
+
 class Forgetful(TableDrafter):
     """Proposes what plain decoding said at that place, whatever was said since."""
 

@@ -167,7 +167,9 @@ class Engine:
     def _draft(self, sequence: DecodingSequence, num_sharing: int) -> _Draft:
         """Return the rows to verify: the root, tokens to compute again, and the drafts worth their time."""
         started_s = self._clock()
-        curve = self._curve(sequence.region.length, num_sharing)
+        # Where the draft decides what a seed gives, neither a clock nor other sequences may decide the draft.
+        is_free = sequence.request.rule is None
+        curve = self._curve(sequence.region.length, num_sharing if is_free else 1)
         tree = _provisional_tree(sequence)
         num_certain = len(tree)
         max_depth = self._max_depth(sequence)
@@ -182,8 +184,7 @@ class Engine:
         return _Draft(
             tree=pack(tree),
             num_provisional=min(num_certain, len(tree)) - 1,
-            # Where the draft decides what a seed gives, nothing that a clock says may decide the draft.
-            expected_s=(draft_s if sequence.request.rule is None else 0.0) + curve[len(tree) - 1],
+            expected_s=(draft_s if is_free else 0.0) + curve[len(tree) - 1],
             plain_s=curve[0],
             proposed=proposed,
         )

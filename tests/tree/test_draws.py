@@ -122,5 +122,6 @@ def test_a_shape_keeps_its_depth_and_its_prefixes() -> None:
     assert positional_shape([0.9], 6, max_depth=2).parents == [-1, 0, 1]
     assert positional_shape([0.9, 0.5], 6, max_depth=1).parents == [-1, 0, 0]
     assert positional_shape([0.9, 0.5], 6, max_depth=0).parents == [-1]
+    assert [positional_shape([0.9, 0.5], 9, max_depth=depth).depth for depth in (0, 1, 3)] == [0, 1, 3]
     shape = positional_shape([0.6, 0.3, 0.1], 9, max_depth=4)
     assert shape.first(4) == positional_shape([0.6, 0.3, 0.1], 3, max_depth=4)

@@ -55,6 +55,14 @@ class Shape:
     def __len__(self) -> int:
         return len(self.parents)
 
+    @property
+    def depth(self) -> int:
+        """The deepest node's distance from the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
     def first(self, num_nodes: int) -> Shape:
         """Return the best `num_nodes` nodes, root included."""
         return Shape(self.parents[:num_nodes], self.log_accept[:num_nodes])

@@ -11,7 +11,11 @@ from foretell.drafters.drafter import Drafter, NoDrafter
 from foretell.errors import ConfigError
 
 if TYPE_CHECKING:
+    from foretell.drafters.draft_engine import DraftEngine
     from foretell.drafters.next_ids import NextIds
+
+TableFactory = Callable[[frozenset[int]], Drafter]
+"""Makes a drafter over a trained n-gram table, given the tokens below which nothing is drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,19 @@ class Material:
     eos_ids: frozenset[int]
     corpus: Corpus | None
     next_ids: NextIds | None
+    draft: DraftEngine | None
+    ngram_table: TableFactory | None
+
+
+def check_drafter_name(name: str) -> None:
+    """Refuse an unknown drafter before anything is loaded.
+
+    Raises:
+        ConfigError: there is no such drafter.
+    """
+    if name not in DRAFTERS and name not in MODEL_DRAFTERS:
+        known = ", ".join((*DRAFTERS, *MODEL_DRAFTERS))
+        raise ConfigError(f"there is no drafter {name!r}: choose one of {known}")
 
 
 def make_drafter(
@@ -29,24 +46,40 @@ def make_drafter(
     eos_ids: frozenset[int],
     corpus: Corpus | Sequence[Sequence[int]] = (),
     next_ids: NextIds | None = None,
+    draft: DraftEngine | None = None,
+    ngram_table: TableFactory | None = None,
 ) -> Drafter:
     """Return a new drafter.
 
     Args:
-        name: a key of `DRAFTERS`.
+        name: a key of `DRAFTERS` or `MODEL_DRAFTERS`.
         eos_ids: tokens below which nothing is drafted; may be empty.
         corpus: texts to quote. Give the same `Corpus` to every call, so that it is built once.
         next_ids: see `RecycleDrafter`.
+        draft: a loaded draft model, the same for every call.
+        ngram_table: drafts for the draft model.
 
     Raises:
-        ConfigError: there is no such drafter.
+        ConfigError: there is no such drafter, or it runs a draft model and there is none.
     """
-    build = DRAFTERS.get(name)
-    if build is None:
-        raise ConfigError(f"there is no drafter {name!r}: choose one of {', '.join(DRAFTERS)}")
+    check_drafter_name(name)
+    if name in MODEL_DRAFTERS and draft is None:
+        raise ConfigError(
+            f"drafter {name!r} runs a draft model, this model has none: "
+            "train one (`foretell train draft`) or give one (`--draft`)"
+        )
     if not isinstance(corpus, Corpus):
         corpus = Corpus(corpus)
-    return build(Material(eos_ids=eos_ids, corpus=corpus if corpus else None, next_ids=next_ids))
+    build = DRAFTERS.get(name) or MODEL_DRAFTERS[name]
+    return build(
+        Material(
+            eos_ids=eos_ids,
+            corpus=corpus if corpus else None,
+            next_ids=next_ids,
+            draft=draft,
+            ngram_table=ngram_table,
+        )
+    )
 
 
 def _none(material: Material) -> Drafter:
@@ -78,14 +111,58 @@ def _recycle(material: Material) -> Drafter:
 
 
 def _all(material: Material) -> Drafter:
-    """The two that complement each other.
+    """The two that complement each other, and a draft model where there is one.
 
     The suffix drafter backs off through every context that lookup and n-grams know; merging those in as well changed
     nothing but the time to draft.
     """
     from foretell.drafters.combined import CombinedDrafter
 
-    return CombinedDrafter([_suffix(material), _recycle(material)], "all")
+    combined = CombinedDrafter([_suffix(material), _recycle(material)], "all")
+    if material.draft is None:
+        return combined
+    table = None if material.ngram_table is None else material.ngram_table(material.eos_ids)
+    return _draft_model(material, "all", inner=table, beside=combined)
+
+
+def _draft_chain(material: Material) -> Drafter:
+    return _draft_model(material, "draft-chain", is_chain=True)
+
+
+def _draft(material: Material) -> Drafter:
+    return _draft_model(material, "draft")
+
+
+def _staged_chain(material: Material) -> Drafter:
+    return _draft_model(material, "staged-chain", is_chain=True, inner=_second_stage(material))
+
+
+def _staged(material: Material) -> Drafter:
+    return _draft_model(material, "staged", inner=_second_stage(material))
+
+
+def _second_stage(material: Material) -> Drafter:
+    """What drafts for the draft model."""
+    from foretell.drafters.combined import CombinedDrafter
+
+    table = [] if material.ngram_table is None else [material.ngram_table(material.eos_ids)]
+    return CombinedDrafter([*table, _ngram(material), _suffix(material)], "second stage")
+
+
+def _draft_model(
+    material: Material,
+    name: str,
+    *,
+    is_chain: bool = False,
+    inner: Drafter | None = None,
+    beside: Drafter | None = None,
+) -> Drafter:
+    from foretell.drafters.draft import DraftModelDrafter
+    from foretell.drafters.expansion import TreeShape
+
+    assert material.draft is not None
+    shape = TreeShape(max_children=1, max_width=1) if is_chain else TreeShape()
+    return DraftModelDrafter(material.draft, name, eos_ids=material.eos_ids, shape=shape, inner=inner, beside=beside)
 
 
 DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
@@ -96,3 +173,12 @@ DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
     "recycle": _recycle,
     "all": _all,
 }
+"""Those that need no draft model."""
+
+MODEL_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
+    "draft-chain": _draft_chain,
+    "draft": _draft,
+    "staged-chain": _staged_chain,
+    "staged": _staged,
+}
+"""Those that run one."""

@@ -1,0 +1,215 @@
+"""The drafter that runs a draft model, which a cheaper drafter may draft for in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from foretell.drafters.choices import Choices, NoiseMemory, filter_scores, rank
+from foretell.drafters.draft_engine import DraftEngine, StagePayoff
+from foretell.drafters.draft_reader import DraftReader
+from foretell.drafters.drafter import Drafter, DraftWork, Outcome, Proposal
+from foretell.drafters.drawn import DraftLaw, draw_tree
+from foretell.drafters.expansion import DRAFT, Expansion, TreeShape, stage
+from foretell.tree.merge import merge
+from foretell.tree.shape import Shape, prune
+from foretell.tree.token_tree import TokenTree
+from foretell.verify.draws import DrawPlan
+
+
+class DraftModelDrafter:
+    """Grows a tree below the tip, several nodes a pass, for as long as another pass is worth its time.
+
+    The first pass reads what the draft has not read yet, the tip last. With a second stage it also carries a tree from
+    a cheaper drafter: where the draft's own choices run along that tree, their children are known without another pass.
+    Estimates are the draft's own; the calibrated ones only decide what is read.
+
+    Args:
+        engine: the draft model; shared.
+        name: of the drafter; its nodes are from "draft", and from "draft<" and another name where the second stage
+            foresaw the draft's best choice.
+        eos_ids: tokens below which nothing is drafted.
+        shape: how far to branch.
+        inner: drafts for the draft model only.
+        beside: drafts for the target, under its own names, and for the draft model; where it is sure enough of its
+            draft, the draft model is not asked.
+
+    Cost: 0.2 ms of host time a pass, besides the pass.
+    Source: Spector & Re 2023, arXiv:2308.04623 (a tree of drafts, a second stage below them); best-first expansion in
+        passes, EAGLE-2, arXiv:2406.16858; stopping by measured seconds, Sequoia, arXiv:2402.12374 §3.3.
+    """
+
+    def __init__(
+        self,
+        engine: DraftEngine,
+        name: str,
+        *,
+        eos_ids: frozenset[int],
+        shape: TreeShape | None = None,
+        inner: Drafter | None = None,
+        beside: Drafter | None = None,
+    ) -> None:
+        self.name = name
+        self._engine, self._eos_ids, self._shape = engine, eos_ids, shape or TreeShape()
+        self._inner, self._beside = inner, beside
+        self._helpers = [drafter for drafter in (beside, inner) if drafter is not None]
+        own_needs = frozenset({"hidden"} if engine.model.kind == "feature" else ())
+        self.needs: frozenset[str] = own_needs.union(*(drafter.needs for drafter in self._helpers))
+        self._reader = DraftReader(engine)
+        self._noise = NoiseMemory(engine.model.kept_ids)
+        self._payoff = StagePayoff()
+
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
+        for drafter in self._helpers:
+            drafter.begin(prompt_ids, hidden)
+        self._reader.begin(prompt_ids, hidden)
+        self._payoff = StagePayoff()
+
+    def observe(self, outcome: Outcome) -> None:
+        for drafter in self._helpers:
+            drafter.observe(outcome)
+        self._reader.extend(outcome.token_ids, outcome.hidden, outcome.ahead_hidden)
+
+    def propose(self, proposal: Proposal) -> TokenTree:
+        started_s = self._engine.clock()
+        if proposal.max_nodes <= 0 or proposal.max_depth <= 0:
+            return TokenTree.root(proposal.tip)
+        num_levels = min(proposal.max_depth, proposal.max_nodes, self._reader.depth_left(len(proposal.ahead)))
+        if num_levels == 0:
+            return self._without_draft(proposal)
+        beside = None if self._beside is None else self._beside.propose(proposal)
+        expansion = Expansion(proposal, self._engine, self._shape, self._eos_ids, num_levels - 1, beside, started_s)
+        if beside is not None and not expansion.pays_at_all(self._reader.num_unread(len(proposal.ahead))):
+            return beside
+        self._read_tip(expansion, proposal, num_levels - 1, beside)
+        self._read_on(expansion, proposal)
+        self._reader.rewind()
+        return expansion.result()
+
+    def draw(self, proposal: Proposal, plan: DrawPlan) -> TokenTree:
+        """Return a tree of the plan's shape, drawn from the draft model alone, one pass a level."""
+        seen = {0: 0}
+
+        def laws_of(tree: TokenTree, nodes: list[int]) -> list[DraftLaw]:
+            if nodes == [0]:
+                logits = self._reader.read_tip(proposal.ahead, tree)  # [1, K]
+            else:
+                for slot, node in enumerate(nodes, start=len(seen) - 1):
+                    seen[node] = seen[tree.parents[node]] | 1 << slot
+                depths = tree.depths()
+                logits = self._reader.read_nodes(
+                    [tree.token_ids[node] for node in nodes],
+                    [depths[node] for node in nodes],
+                    [seen[node] for node in nodes],
+                )  # [N, K]
+            scores = logits if proposal.sampling is None else filter_scores(logits, proposal.sampling)  # [N, K]
+            return [DraftLaw(self._engine.model.kept_ids, row) for row in scores.double().softmax(-1).cpu().numpy()]
+
+        # What fits the draft's context depends on the text and the shape alone, as drawing requires.
+        if _depth(plan.shape) > self._reader.depth_left(len(proposal.ahead)):
+            return TokenTree.root(proposal.tip)
+        tree = draw_tree(proposal.tip, plan, laws_of, DRAFT, self._eos_ids)
+        self._reader.rewind()
+        return tree
+
+    def fork(self) -> DraftModelDrafter:
+        """Return an independent copy; its `work` starts at 0."""
+        twin = DraftModelDrafter(
+            self._engine,
+            self.name,
+            eos_ids=self._eos_ids,
+            shape=self._shape,
+            inner=None if self._inner is None else self._inner.fork(),
+            beside=None if self._beside is None else self._beside.fork(),
+        )
+        twin._reader, twin._payoff = self._reader.fork(), self._payoff.copy()
+        return twin
+
+    def close(self) -> None:
+        for drafter in self._helpers:
+            drafter.close()
+        self._reader.close()
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the text is longer than the draft's context: then the draft model proposes nothing any more."""
+        return self._reader.is_exhausted
+
+    @property
+    def work(self) -> DraftWork:
+        """Counters of this drafter's own model."""
+        return self._reader.work
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and cache count in full, though they are shared."""
+        return self._engine.num_bytes + sum(drafter.memory_bytes for drafter in self._helpers)
+
+    def _read_tip(
+        self, expansion: Expansion, proposal: Proposal, max_read_depth: int, beside: TokenTree | None
+    ) -> None:
+        """Read the tip, and in the same pass a second stage's tree where that is expected to pay."""
+        engine, reader = self._engine, self._reader
+        num_rows = reader.num_unread(len(proposal.ahead))
+        plain_s = engine.pass_s(num_rows)
+        max_staged = min(self._shape.max_staged, self._shape.max_staged_rows - num_rows)
+        is_staging = (
+            bool(self._helpers) and min(max_read_depth, max_staged) > 0 and self._payoff.is_due(engine.pass_s(1))
+        )
+        stage_began_s = engine.clock()
+        staged = TokenTree.root(proposal.tip)
+        if is_staging:
+            staged = self._stage(proposal, max_staged, max_read_depth, beside)
+        began_s = engine.clock()
+        logits = reader.read_tip(proposal.ahead, staged)  # [1 + I, K]
+        num_confirmed = expansion.take_staged(staged, self._rank(logits, proposal, staged.depths()))
+        now_s = engine.clock()
+        engine.record(num_rows + len(staged) - 1, now_s - began_s)
+        reader.work.num_confirmed += num_confirmed
+        reader.work.num_staged_passes += len(staged) > 1
+        if is_staging:
+            self._payoff.record(num_confirmed, now_s - stage_began_s - plain_s)
+
+    def _read_on(self, expansion: Expansion, proposal: Proposal) -> None:
+        """Read nodes until another pass does not pay."""
+        engine = self._engine
+        began_s = engine.clock()
+        while nodes := expansion.next_nodes():
+            depths = [expansion.depths[node] for node in nodes]
+            token_ids = [expansion.tree.token_ids[node] for node in nodes]
+            logits = self._reader.read_nodes(token_ids, depths, expansion.seen_by(nodes))  # [N, K]
+            expansion.take(nodes, self._rank(logits, proposal, depths))
+            now_s = engine.clock()
+            engine.record(len(nodes), now_s - began_s)
+            began_s = now_s
+
+    def _rank(self, logits: Tensor, proposal: Proposal, depths: Sequence[int]) -> list[Choices]:
+        """Return what may follow nodes of these depths, best first; when sampling, with the target's noise."""
+        sampling = proposal.sampling
+        if sampling is not None:
+            after_tip = len(self._reader.text) + len(proposal.ahead)
+            noise = self._noise.rows(sampling, [after_tip + depth for depth in depths])  # [N, K]
+            logits = filter_scores(logits, sampling) + noise.to(logits.device)  # [N, K]
+        return rank(logits, self._engine.model.kept_ids)
+
+    def _stage(self, proposal: Proposal, max_staged: int, max_read_depth: int, beside: TokenTree | None) -> TokenTree:
+        """Return what the draft model itself might choose next, as far as cheaper drafters know."""
+        trees = [] if beside is None else [beside]
+        if self._inner is not None:
+            trees.append(self._inner.propose(replace(proposal, max_nodes=max_staged, max_depth=max_read_depth)))
+        tree = merge(trees)
+        return stage(tree, self._engine.kept, self._eos_ids, max_staged, max_read_depth, self._shape.max_children == 1)
+
+    def _without_draft(self, proposal: Proposal) -> TokenTree:
+        trees = [drafter.propose(proposal) for drafter in self._helpers]
+        return prune(merge([TokenTree.root(proposal.tip), *trees]), proposal.max_nodes + 1)
+
+
+def _depth(shape: Shape) -> int:
+    """Return the distance of the deepest node from the root."""
+    depths = [0]
+    for parent in shape.parents[1:]:
+        depths.append(depths[parent] + 1)
+    return max(depths)

@@ -1,0 +1,136 @@
+"""A loaded draft model with its cache, shared by every sequence that drafts with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from foretell.drafters.calibration import Calibration
+from foretell.models.draft import DraftModel
+from foretell.passes.rows import visible_slots
+from foretell.passes.runner import CompiledPass, Runner
+
+_SLOT_GRAIN: Final = 128
+"""Slots that a pass reads at a time, as compiled passes need: a draft's bits need not equal another pass's."""
+
+_WIDTHS: Final = (1, 2, 4, 8)
+"""Nodes that a pass may read; of those that cost the same rows, the most."""
+
+_RETRY_AFTER: Final = 16
+"""Steps without the second stage before it is tried again."""
+
+
+class DraftEngine:
+    """Runs a draft model, and learns what its passes cost and bring.
+
+    Args:
+        model: the draft.
+        context_tokens: positions that a sequence may have; at most the model's.
+        calibration: acceptance estimates, the object that the target's engine teaches.
+        compiled: passes compiled for a few row counts; larger ones run eagerly.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        context_tokens: int,
+        calibration: Calibration,
+        compiled: CompiledPass | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self.calibration, self.clock = model, calibration, clock
+        self.context_tokens = min(context_tokens, model.config.max_positions)
+        self.runner = Runner(model, self.context_tokens, compiled, slot_grain=_SLOT_GRAIN)
+        self.kept: frozenset[int] = frozenset(model.kept_ids.tolist())
+        self.widths = tuple({self.runner.padded(width): width for width in _WIDTHS}.values())
+        self._weight_bytes = model.num_bytes
+        self.pass_times = PassTimes()
+        self.best_child = Mean(0.6, decay=0.99)
+        """Acceptance of the best child of a node that was read, given that node's."""
+
+    def pass_s(self, num_rows: int) -> float:
+        """Return the seconds that a pass of so many rows is expected to take."""
+        return self.pass_times.expect(self.runner.padded(num_rows))
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        """Take in what a pass of so many rows took."""
+        self.pass_times.record(self.runner.padded(num_rows), seconds)
+
+    def pass_bytes(self, num_slots: int, num_rows: int) -> int:
+        """Return the bytes of weights, keys and values that a pass reads whose rows follow `num_slots` slots."""
+        last = num_slots + self.runner.padded(num_rows)
+        return self._weight_bytes + visible_slots(last, _SLOT_GRAIN) * self.runner.cache.shape.slot_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights and of all sequences' keys and values."""
+        return self._weight_bytes + self.runner.cache.num_bytes
+
+
+class Mean:
+    """A mean that forgets: it starts at a guess, and each value leaves `decay` of what was before."""
+
+    def __init__(self, start: float, decay: float) -> None:
+        self.value, self._decay = start, decay
+
+    def add(self, value: float) -> None:
+        self.value += (1.0 - self._decay) * (value - self.value)
+
+    def copy(self) -> Mean:
+        return Mean(self.value, self._decay)
+
+
+class PassTimes:
+    """Seconds of a draft pass by its rows, host time included: a decayed mean for 1, 2, 3, 4, 8, 12, … rows."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, Mean] = {}
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        """Take in what a pass took; one that was interrupted counts twice the mean at most."""
+        mean = self._means.setdefault(_bucket(num_rows), Mean(seconds, decay=0.9))
+        mean.add(min(seconds, 2.0 * mean.value))
+
+    def expect(self, num_rows: int) -> float:
+        """Return the least mean of as many rows or more; where none were measured, the largest pass's; 0 for none."""
+        bucket = _bucket(num_rows)
+        measured = [mean.value for size, mean in self._means.items() if size >= bucket]
+        if measured:
+            return min(measured)
+        return self._means[max(self._means)].value if self._means else 0.0
+
+
+class StagePayoff:
+    """Whether a second stage saves more passes than it costs: both are measured, as decayed means.
+
+    A step without it is followed by a trial after `_RETRY_AFTER` more.
+    """
+
+    def __init__(self) -> None:
+        self._num_confirmed, self._extra_s = Mean(2.0, decay=0.9), Mean(0.0, decay=0.9)
+        self._num_waited = 0
+
+    def is_due(self, pass_s: float) -> bool:
+        """Return whether this step should use it, where a pass that it saves takes `pass_s`."""
+        self._num_waited += 1
+        if self._num_confirmed.value * pass_s < self._extra_s.value and self._num_waited <= _RETRY_AFTER:
+            return False
+        self._num_waited = 0
+        return True
+
+    def record(self, num_confirmed: int, extra_s: float) -> None:
+        """Take in a step that used it: the passes that it saved, and the seconds that it took besides one pass."""
+        self._num_confirmed.add(num_confirmed)
+        self._extra_s.add(extra_s)
+
+    def copy(self) -> StagePayoff:
+        twin = StagePayoff()
+        twin._num_confirmed, twin._extra_s = self._num_confirmed.copy(), self._extra_s.copy()
+        twin._num_waited = self._num_waited
+        return twin
+
+
+def _bucket(num_rows: int) -> int:
+    return num_rows if num_rows <= 4 else -(-num_rows // 4) * 4

@@ -1,0 +1,212 @@
+"""One sequence as a draft model reads it: its slots, what it has read, and what stands beside the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretell.cache.kv_cache import Region
+from foretell.drafters.draft_engine import DraftEngine
+from foretell.drafters.drafter import DraftWork
+from foretell.passes.rows import Rows
+from foretell.passes.runner import MAX_ROWS
+from foretell.tree.token_tree import TokenTree
+
+_CHUNK_ROWS: Final = 256
+"""Rows of a prefill chunk."""
+
+_MAX_CATCH_UP: Final = 16
+"""Tokens that a pass may read beside the tip and what is below it; more are read by passes of their own."""
+
+
+class DraftReader:
+    """Runs the draft model over a text, which is kept, and over nodes below the text, which are given back.
+
+    Between proposals the region holds keys and values of the text's first tokens; nothing but the text is kept.
+
+    Args:
+        engine: the draft model.
+    """
+
+    def __init__(self, engine: DraftEngine) -> None:
+        self.engine, self.work = engine, DraftWork()
+        self.text: list[int] = []
+        self._region: Region | None = None
+        self._features: list[Tensor] = []  # of the last tokens of the text, [*, E] each; none where none are read
+        self._ahead_features: Tensor | None = None  # [K, E]
+        self._num_below = 0  # slots of nodes below the tip
+
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None) -> None:
+        """Read a prompt but for its last token; `hidden` are the states of the last tokens before that one."""
+        self.close()
+        self.text, self._ahead_features = list(prompt_ids), None
+        if not self.is_exhausted:
+            self._region = self.engine.runner.cache.allocate(len(prompt_ids) + MAX_ROWS)
+            self._remember(len(prompt_ids), hidden)
+            self._read_text(self._region, len(prompt_ids) - 1)
+        self.work = DraftWork()
+
+    def extend(self, token_ids: Sequence[int], hidden: Tensor | None, ahead_hidden: Tensor | None) -> None:
+        """Take in what was emitted; it is read before the next draft."""
+        self.text.extend(token_ids)
+        if self.is_exhausted:
+            self.close()
+        elif token_ids:
+            self._remember(len(token_ids), hidden)
+            self._ahead_features = ahead_hidden
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the text is longer than the draft's context."""
+        return len(self.text) > self.engine.context_tokens
+
+    def depth_left(self, num_ahead: int) -> int:
+        """Return how many levels of nodes, the tip's own included, may be read below the text and tokens ahead."""
+        return 0 if self._region is None else max(0, self.engine.context_tokens - len(self.text) - num_ahead + 1)
+
+    def num_unread(self, num_ahead: int) -> int:
+        """Return the rows that reading the tip takes."""
+        return max(1, len(self.text) - self.region.length) + num_ahead
+
+    @property
+    def region(self) -> Region:
+        """The sequence's slots; only where the text is not exhausted."""
+        assert self._region is not None
+        return self._region
+
+    def read_tip(self, ahead: Sequence[int], tree: TokenTree) -> Tensor:
+        """Read what is unread of the text, tokens ahead of it, and a tree below the last of them, in one pass.
+
+        Returns:
+            Logits after the tip and after each node of the tree, [len(tree), K].
+        """
+        cache, region = self.engine.runner.cache, self.region
+        cache.truncate(region, min(region.length, len(self.text) - 1))  # an earlier proposal may have read the root
+        cache.reserve(region, len(self.text) + len(ahead) + MAX_ROWS)
+        if len(self.text) - region.length > _MAX_CATCH_UP:
+            self._read_text(region, len(self.text) - 1)
+        rows = self._tip_rows(region, ahead, tree)
+        self._num_below = len(tree) - 1
+        self._features = [features[-1:] for features in self._features]  # the root's, should it be read again
+        return self._run(rows)[-len(tree) :]
+
+    def read_nodes(self, token_ids: Sequence[int], depths: Sequence[int], seen: Sequence[int]) -> Tensor:
+        """Read nodes below the tip, each in the next slot, and return the logits after them, [N, K].
+
+        Args:
+            token_ids: the nodes'.
+            depths: their distances from the tip.
+            seen: for each a bit for every slot below the tip that it sees, its own included.
+        """
+        before = 1 + self._num_below  # slots from the tip to these rows
+        self._num_below += len(token_ids)
+        mask = unpack_bits(seen, self._num_below)
+        features = self._beside_tokens(len(token_ids))
+        return self._run(Rows(self.region, token_ids, [depth - before for depth in depths], mask, features))
+
+    def rewind(self) -> None:
+        """Give back the slots of all that is not text."""
+        self.engine.runner.cache.truncate(self.region, len(self.text))
+
+    def fork(self) -> DraftReader:
+        """Return an independent copy, between proposals; its `work` starts at 0."""
+        twin = DraftReader(self.engine)
+        if self._region is not None:
+            twin._region = self.engine.runner.cache.fork(self._region)
+        twin.text, twin._features = self.text.copy(), self._features.copy()
+        twin._ahead_features = self._ahead_features
+        return twin
+
+    def close(self) -> None:
+        """Give all slots back, zeroed: a NaN in one would reach whoever gets them next."""
+        if self._region is not None:
+            cache = self.engine.runner.cache
+            cache.wipe(self._region)
+            cache.free(self._region)
+        self._region, self._features = None, []
+
+    # Passes
+
+    def _run(self, rows: Rows) -> Tensor:
+        """Run a pass, keep its rows for the time being, and return their logits, [N, K]."""
+        num_rows = len(rows.token_ids)
+        logits = self.engine.runner.decode([rows]).logits[0, :num_rows]  # [N, K]
+        self._count(rows.region.length, num_rows)
+        self.engine.runner.cache.commit(rows.region, num_rows)
+        return logits
+
+    def _read_text(self, region: Region, end: int) -> None:
+        """Read the text before position `end`."""
+        while region.length < end:
+            start, stop = region.length, min(region.length + _CHUNK_ROWS, end)
+            features = self._features_from(start)
+            rows = Rows.chain(region, self.text[start:stop])
+            if features is not None:
+                rows = replace(rows, features=features[: stop - start])  # [N, E]
+            self._count(start, stop - start)
+            self.engine.runner.prefill(rows)
+
+    def _tip_rows(self, region: Region, ahead: Sequence[int], tree: TokenTree) -> Rows:
+        start = region.length
+        chain = [*self.text[start:], *ahead]
+        size = len(chain)
+        seen = [(2 << row) - 1 for row in range(size)]
+        seen += [bits << size | seen[-1] for bits in ancestor_bits(tree)[1:]]
+        depths = [*range(size), *(size - 1 + depth for depth in tree.depths()[1:])]
+        features = self._features_from(start)
+        if features is not None:
+            known = features[:0] if self._ahead_features is None else self._ahead_features[: len(ahead)].to(features)
+            unknown = self._beside_tokens(len(seen) - len(features) - len(known))
+            assert unknown is not None
+            features = torch.cat((features, known, unknown))  # [N, E]
+        return Rows(region, chain + tree.token_ids[1:], depths, unpack_bits(seen, len(seen)), features)
+
+    def _count(self, num_slots: int, num_rows: int) -> None:
+        self.work.num_passes += 1
+        self.work.num_rows += num_rows
+        self.work.num_bytes += self.engine.pass_bytes(num_slots, num_rows)
+
+    # Features
+
+    def _remember(self, num_tokens: int, hidden: Tensor | None) -> None:
+        features = self._beside_tokens(num_tokens, hidden)
+        if features is not None:
+            self._features.append(features)
+
+    def _features_from(self, start: int) -> Tensor | None:
+        """Return what stands beside the text from position `start` on, [*, E]."""
+        if not self._features:
+            return None
+        self._features = [torch.cat(self._features)]  # [*, E]
+        return self._features[0][start - len(self.text) :]  # [*, E]
+
+    def _beside_tokens(self, num_tokens: int, hidden: Tensor | None = None) -> Tensor | None:
+        """Return what stands beside tokens of which the last len(hidden) have a known state before them, [*, E]."""
+        no_feature = self.engine.model.no_feature
+        if no_feature is None:
+            return None
+        if hidden is None:
+            return no_feature.expand(num_tokens, -1)  # [*, E]
+        return torch.cat((no_feature.expand(num_tokens - len(hidden), -1), hidden.to(no_feature)))  # [*, E]
+
+
+def ancestor_bits(tree: TokenTree) -> list[int]:
+    """Return for each node the bits of itself and its ancestors; node i has bit i - 1, the root none."""
+    bits = [0]
+    for node in range(1, len(tree)):
+        bits.append(bits[tree.parents[node]] | 1 << (node - 1))
+    return bits
+
+
+def unpack_bits(bits: Sequence[int], num_columns: int) -> NDArray[np.bool_]:
+    """Return [N, M]: row i has column j iff bit j of `bits[i]` is set."""
+    width = (num_columns + 7) // 8
+    packed = np.frombuffer(b"".join([row.to_bytes(width, "little") for row in bits]), dtype=np.uint8)
+    columns = np.unpackbits(packed.reshape(len(bits), width), axis=1, count=num_columns, bitorder="little")  # [N, M]
+    return columns.view(np.bool_)

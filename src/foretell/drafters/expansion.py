@@ -1,0 +1,247 @@
+"""How a draft tree grows under a draft model: which nodes it reads next, and when reading stops paying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import accumulate
+from typing import Final
+
+from foretell.drafters.choices import Choices
+from foretell.drafters.draft_engine import DraftEngine
+from foretell.drafters.draft_reader import ancestor_bits
+from foretell.drafters.drafter import Proposal
+from foretell.drafters.grow import MAX_PROBABILITY, MIN_PATH_PROBABILITY
+from foretell.passes.runner import MAX_ROWS
+from foretell.tree.merge import merge
+from foretell.tree.shape import best_first
+from foretell.tree.token_tree import TokenTree
+
+DRAFT: Final = "draft"
+"""Source of a node that the draft model proposed."""
+
+_LOG_MOST: Final = math.log(MAX_PROBABILITY)
+_LOG_LEAST: Final = math.log(MIN_PATH_PROBABILITY)
+
+_MAX_READ: Final = MAX_ROWS - 8
+"""Most nodes that are read: the cache has room for `MAX_ROWS` slots after the tip, the last pass's padding included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """How far a draft may branch."""
+
+    max_children: int = 8
+    """Most children of a node; 1 makes the draft a chain."""
+    max_width: int = 8
+    """Most nodes that one pass reads, the second stage's excluded."""
+    max_staged: int = 11
+    """Most nodes of a second stage."""
+    max_staged_rows: int = 12
+    """Most rows of a pass that carries a second stage."""
+
+
+class Expansion:
+    """One proposal's tree while it grows; a node is read once its row has been in a pass, so that it has children.
+
+    Slots are counted from the first one after the tip: each read node has one, and `seen` has a bit for each slot that
+    a node's row sees, its own included.
+
+    Args:
+        proposal: limits, prices, and the root.
+        engine: whose calibration and measured seconds decide.
+        shape: how far to branch.
+        leaf_ids: tokens below which nothing is drafted (EOS).
+        max_read_depth: deepest node that may be read.
+        beside: a tree that goes to the target as well; None for none.
+        started_s: when drafting began.
+    """
+
+    def __init__(
+        self,
+        proposal: Proposal,
+        engine: DraftEngine,
+        shape: TreeShape,
+        leaf_ids: frozenset[int],
+        max_read_depth: int,
+        beside: TokenTree | None,
+        started_s: float,
+    ) -> None:
+        self._engine, self._leaf_ids, self._max_read_depth = engine, leaf_ids, max_read_depth
+        self._max_nodes, self._started_s, self._max_children = proposal.max_nodes, started_s, shape.max_children
+        self._widths = [width for width in engine.widths if width < shape.max_width] + [shape.max_width]
+        self._num_certain = 1 + len(proposal.ahead)  # tokens that the target's pass emits without a draft
+        self._pass_s = proposal.pass_s[: proposal.max_nodes + 1]
+        self.tree, self._beside = TokenTree.root(proposal.tip), beside
+        self.depths, self.seen = [0], {0: 0}
+        self.num_slots = 0
+        self._unread: list[int] = []
+        self._children: dict[int, range] = {}  # of nodes that were read, the best first
+        self._news: list[int] = []  # nodes read since the last estimates
+        self._merged = self._estimates = self.tree
+        self._reach = [0.0]  # estimates of the nodes of `tree`; a new one's is its parent's and the draft's own
+        self._accept: list[float] = []  # of the merged tree's nodes but the root
+        self._open: list[float] = []  # chance that the text comes to a node and leaves it by none of its children
+        self._estimate()
+
+    # Stop or go on
+
+    def pays_at_all(self, num_rows: int) -> bool:
+        """Return whether reading the tip and the tree beside promises more tokens a second than reading nothing."""
+        if not self._pass_s:
+            return True
+        spent_s = self._engine.clock() - self._started_s
+        return self._rate(self._open, spent_s + self._engine.pass_s(num_rows)) > self._rate((), spent_s)
+
+    def next_nodes(self) -> list[int]:
+        """Return the nodes that the next pass should read; none where it would not pay.
+
+        The more acceptance a node has that its children do not cover, the sooner it is read. A pass is expected to give
+        each a child of average quality, so it pays if the tree with those children brings more tokens a second.
+        """
+        self._estimate()
+        width = min(self._widths[-1], _MAX_READ - self.num_slots)
+        ranked = nlargest(width, self._unread, key=self._open.__getitem__)
+        if not ranked or not self._pass_s:
+            return ranked[: self._widths[0]] if len(self._merged) <= self._max_nodes else []
+        spent_s = self._engine.clock() - self._started_s
+        best_rate, best = self._rate((), spent_s), 0
+        for width in self._widths:
+            hoped_for = [self._open[node] for node in ranked[:width]]
+            rate = self._rate(hoped_for, spent_s + self._engine.pass_s(width))
+            if rate > best_rate:
+                best_rate, best = rate, width
+            if width >= len(ranked):
+                break
+        return ranked[:best]
+
+    def _rate(self, places: Sequence[float], draft_s: float) -> float:
+        """Return the best tokens per second of the tree, with an average child in each of these open places.
+
+        Source: the budget's own rule, see `foretell.hardware.budget.buy`.
+        """
+        child = self._engine.best_child.value
+        accept = sorted([*self._accept, *(child * chance for chance in places)], reverse=True)
+        num_tokens = accumulate(accept, initial=self._num_certain)
+        return max(num / (draft_s + pass_s) for num, pass_s in zip(num_tokens, self._pass_s))
+
+    def _estimate(self) -> None:
+        """Bring estimates up to date; nodes of `tree` have the same places in the merged one."""
+        self._merged = self.tree if self._beside is None else merge([self.tree, self._beside])
+        self._estimates = self._engine.calibration.calibrate(self._merged)
+        log_accept, parents = self._estimates.log_accept, self._merged.parents
+        self._reach = log_accept[: len(self.tree)]
+        accept = [math.exp(value) for value in log_accept]
+        self._open, self._accept = accept.copy(), accept[1:]
+        for node in range(1, len(parents)):
+            self._open[parents[node]] -= accept[node]
+        for node in self._news:
+            child = self._best_child(node)
+            self._engine.best_child.add(0.0 if child is None else accept[child] / accept[node])
+        self._news.clear()
+
+    # Read
+
+    def seen_by(self, nodes: Sequence[int]) -> list[int]:
+        """Give unread nodes the next slots, and return what each sees."""
+        parents = self.tree.parents
+        for slot, node in enumerate(nodes, start=self.num_slots):
+            self.seen[node] = self.seen[parents[node]] | 1 << slot
+        self.num_slots += len(nodes)
+        return [self.seen[node] for node in nodes]
+
+    def take(self, nodes: Sequence[int], choices: Sequence[Choices]) -> None:
+        """Add the children of nodes that a pass has read."""
+        read = set(nodes)
+        self._unread = [node for node in self._unread if node not in read]
+        for node, found in zip(nodes, choices, strict=True):
+            self._add_children(node, found)
+
+    def take_staged(self, staged: TokenTree, choices: Sequence[Choices]) -> int:
+        """Add the children of the tip, and of every staged node that is itself among the children added so.
+
+        Args:
+            staged: the second stage's tree below the tip, all of it read.
+            choices: after each of its nodes.
+
+        Returns:
+            How many of its nodes are the draft's own best walk from the tip.
+        """
+        self.num_slots, seen = len(staged) - 1, ancestor_bits(staged)
+        self.take([0], choices[:1])
+        places, walk, num_confirmed = {0: 0}, 0, 0
+        for node in range(1, len(staged)):
+            parent = places.get(staged.parents[node])
+            place = None if parent is None else self._child(parent, staged.token_ids[node])
+            if parent is None or place is None:
+                continue
+            if parent == walk and place == self._best_child(parent):
+                walk, num_confirmed = place, num_confirmed + 1
+                self.tree.sources[place] = f"{DRAFT}<{staged.sources[node]}"
+            places[node], self.seen[place] = place, seen[node]
+            self.take([place], choices[node : node + 1])
+        return num_confirmed
+
+    def result(self) -> TokenTree:
+        """Return the best nodes of all, with the estimates that they came with."""
+        tree = self._merged
+        if len(tree) <= self._max_nodes + 1:
+            return tree
+        kept = sorted(best_first(self._estimates)[: self._max_nodes + 1])
+        places = {node: place for place, node in enumerate(kept)}
+        return TokenTree(
+            [tree.token_ids[node] for node in kept],
+            [-1, *(places[tree.parents[node]] for node in kept[1:])],
+            [tree.log_accept[node] for node in kept],
+            [tree.sources[node] for node in kept],
+        )
+
+    def _add_children(self, node: int, found: Choices) -> None:
+        tree, depth = self.tree, self.depths[node] + 1
+        first = len(tree)
+        for log_prob, token_id in found[: self._max_children]:
+            step = min(log_prob, _LOG_MOST)
+            if self._reach[node] + step < _LOG_LEAST:
+                break
+            child = tree.add(node, token_id, tree.log_accept[node] + step, DRAFT)
+            self._reach.append(self._reach[node] + step)
+            self.depths.append(depth)
+            if depth <= self._max_read_depth and token_id not in self._leaf_ids:
+                self._unread.append(child)
+        self._children[node] = range(first, len(tree))
+        self._news.append(node)
+
+    def _child(self, parent: int, token_id: int) -> int | None:
+        return next((child for child in self._children[parent] if self.tree.token_ids[child] == token_id), None)
+
+    def _best_child(self, parent: int) -> int | None:
+        return next(iter(self._children[parent]), None)
+
+
+def stage(
+    tree: TokenTree,
+    readable_ids: Collection[int],
+    leaf_ids: frozenset[int],
+    max_nodes: int,
+    max_read_depth: int,
+    is_chain: bool,
+) -> TokenTree:
+    """Return the best nodes of a second stage's tree that the draft model could choose and should then read.
+
+    Parents come first, a likelier node before a less likely one; a chain is the first of all.
+    """
+    staged = TokenTree.root(tree.token_ids[0])
+    places, depths = {0: 0}, [0]
+    for node in best_first(tree)[1:]:
+        parent, token_id = places.get(tree.parents[node]), tree.token_ids[node]
+        if parent is None or depths[parent] == max_read_depth or token_id not in readable_ids or token_id in leaf_ids:
+            continue
+        if is_chain and parent != len(staged) - 1:
+            continue
+        if len(staged) > max_nodes:
+            break
+        places[node] = staged.add(parent, token_id, tree.log_accept[node], tree.sources[node])
+        depths.append(depths[parent] + 1)
+    return staged

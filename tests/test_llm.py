@@ -25,51 +25,10 @@ from foretell.hardware.profile import LatencyProfile
 from foretell.llm import LLM, MAX_BATCH
 from foretell.params import SamplingParams
 from foretell.result import Chunk, Completion
+from tiny import EOS, save_model
 
-EOS = 2
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 FLAT = LatencyProfile(key={"model": "flat"}, contexts=(0,), num_rows=(1, 16), pass_s=((1.0, 1.0),))
 TEXT = "To be, or not to be, that is the question: to be, or not."
-
-
-def save_model(folder: Path, **fields: Any) -> Path:
-    """Save a two-layer llama with random weights and a tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    backend = Tokenizer(models.BPE(vocab={symbol: at for at, symbol in enumerate([*specials, *symbols])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    wrap: Any = PreTrainedTokenizerFast  # its stated types differ from what it takes
-    tokenizer = wrap(
-        tokenizer_object=backend,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=specials,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    shape = {
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.3,
-        "bos_token_id": 1,
-        "eos_token_id": EOS,
-        "tie_word_embeddings": False,
-    }
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**shape, **fields})).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)

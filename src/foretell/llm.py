@@ -13,9 +13,10 @@ from typing import Any, SupportsIndex
 import torch
 
 from foretell.drafters.calibration import Calibration
-from foretell.drafters.catalog import make_drafter
-from foretell.drafters.corpus import Corpus
-from foretell.drafters.drafter import DraftSampling
+from foretell.drafters.catalog import check_drafter_name, make_drafter
+from foretell.drafters.corpus import read_corpus
+from foretell.drafters.draft_store import Target, load_draft
+from foretell.drafters.drafter import Drafter, DraftSampling
 from foretell.drafters.next_ids import NextIdsStore
 from foretell.engine.engine import Engine
 from foretell.engine.kept import Kept
@@ -28,9 +29,9 @@ from foretell.hardware.store import ProfileStore, profile_key
 from foretell.models.config import ModelConfig, read_generation_config
 from foretell.models.files import cache_home, resolve
 from foretell.models.fingerprint import model_fingerprint
-from foretell.models.load import choose_device, choose_dtype, load_model
+from foretell.models.load import choose_context, choose_device, choose_dtype, load_model, set_threads
 from foretell.output import OutputText
-from foretell.params import SamplingParams
+from foretell.params import SamplingParams, generation_defaults
 from foretell.passes.runner import CompiledPass, Runner
 from foretell.result import Chunk, Completion
 from foretell.text.tokenizer import Message, Tokenizer
@@ -63,6 +64,8 @@ class LLM:
         threads: CPU threads of a pass; None leaves torch's choice.
         compile: run passes that were compiled once for a few row counts; needs a C++ compiler the first time.
         drafter: who proposes, unless a request says otherwise; see `foretell.drafters.catalog`.
+        draft: a draft model: a folder by `foretell train draft`, any model with the same tokenizer, "none", or None for
+            what was trained here or ships for this model.
         context_tokens: longest sequence; None is the model's own limit.
         corpus: UTF-8 text that the suffix drafter may quote.
         notify: called with one line before something that takes long: a download, a conversion, a compilation.
@@ -82,26 +85,28 @@ class LLM:
         threads: int | None = None,
         compile: bool = False,
         drafter: str = "all",
+        draft: str | Path | None = None,
         context_tokens: int | None = None,
         corpus: Path | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        _set_threads(threads)
+        set_threads(threads)
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
-        make_drafter(drafter, eos_ids=frozenset(), corpus=())  # an unknown name is told before anything is loaded
+        check_drafter_name(drafter)
         files = resolve(model, notify=notify)
         self.tokenizer = Tokenizer.load(files.folder)
         model_ = load_model(files.folder, dtype=torch_dtype, device=torch_device)
         self.config: ModelConfig = model_.config
-        self.generation_defaults = _generation_defaults(read_generation_config(files.folder))
+        self.generation_defaults = generation_defaults(read_generation_config(files.folder))
         self.drafter = drafter
         self._source = files.source
-        self._corpus = _read_corpus(corpus, self.tokenizer)
-        fingerprint = model_fingerprint(files.folder, self.tokenizer, self.config.vocab_size)
+        self._corpus = read_corpus(corpus, self.tokenizer)
+        self.folder = files.folder
+        self.fingerprint = fingerprint = model_fingerprint(files.folder, self.tokenizer, self.config.vocab_size)
         self.next_ids_store = NextIdsStore(cache_home() / "next_ids", fingerprint, self.config.vocab_size)
         self.next_ids = self.next_ids_store.find(notify)
-        max_tokens = _context_tokens(context_tokens, self.config.max_positions)
+        max_tokens = choose_context(context_tokens, self.config.max_positions)
         compiled = None
         if compile:
             from foretell.passes.compiled import load_compiled
@@ -115,10 +120,20 @@ class LLM:
         self.profile_store = ProfileStore(cache_home() / "profiles")
         self.profile_key = profile_key(files, model_, is_compiled=compile)
         profile = self.profile_store.load(self.profile_key) or quick_profile(runner, self.profile_key)
-        is_exact = torch_dtype == torch.bfloat16 and torch_device.type == "cpu"
-        self.engine = Engine(
-            runner, profile, Calibration.from_json(profile.calibration), "canonical" if is_exact else "copy"
+        calibration = Calibration.from_json(profile.calibration)
+        target = Target(
+            folder=files.folder,
+            config=self.config,
+            tokenizer=self.tokenizer,
+            fingerprint=fingerprint,
+            dtype=torch_dtype,
+            device=torch_device,
+            context_tokens=max_tokens,
+            is_compiled=compile,
         )
+        self.draft = load_draft(draft, target, calibration, notify)
+        is_exact = torch_dtype == torch.bfloat16 and torch_device.type == "cpu"
+        self.engine = Engine(runner, profile, calibration, "canonical" if is_exact else "copy")
 
     @property
     def profile(self) -> LatencyProfile:
@@ -138,6 +153,7 @@ class LLM:
             "drafter": self.drafter,
             "context_tokens": runner.context_tokens,
             "commit": self.engine.commit_policy,
+            "draft": "none" if self.draft is None else self.draft.source,
             "next_ids": "none" if self.next_ids is None else self.next_ids.origin,
             "profile": "tuned" if self.profile.is_bit_exact is not None else "quick measurement",
         }
@@ -278,17 +294,26 @@ class LLM:
             sequence_key=sample,
             vocab_size=self.config.vocab_size,
         )
-        table = None if self.next_ids is None else self.next_ids.table
         return Request(
             prompt_ids=prompt_ids,
             chooser=chooser,
-            drafter=make_drafter(drafter or self.drafter, eos_ids=stop_ids, corpus=self._corpus, next_ids=table),
+            drafter=self._drafter(drafter or self.drafter, stop_ids),
             max_new_tokens=sampling.max_new_tokens,
             stop_ids=stop_ids,
             should_stop=output.push,
             num_logprobs=sampling.logprobs,
             draft_sampling=_draft_sampling(sampling, seed, sample),
             rule=make_rule(sampling, chooser, seed, sample),
+        )
+
+    def _drafter(self, name: str, stop_ids: frozenset[int]) -> Drafter:
+        return make_drafter(
+            name,
+            eos_ids=stop_ids,
+            corpus=self._corpus,
+            next_ids=None if self.next_ids is None else self.next_ids.table,
+            draft=None if self.draft is None else self.draft.engine,
+            ngram_table=None if self.draft is None else self.draft.ngram_table,
         )
 
     def _step(self, jobs: list[_Job]) -> list[_Job]:
@@ -375,46 +400,6 @@ def _draft_sampling(sampling: SamplingParams, seed: int | None, sample: int) -> 
     )
 
 
-def _set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
-    if not 1 <= threads <= 1024:
-        raise ConfigError(f"`threads` must be at least 1, got {threads}; 1,024 at most")
-    torch.set_num_threads(threads)
-
-
-def _context_tokens(asked: int | None, limit: int) -> int:
-    if asked is None:
-        return limit
-    if not 2 <= asked <= limit:
-        raise ConfigError(f"`context_tokens` must be in [2, {limit}], the model's own limit, got {asked}")
-    return asked
-
-
 def _compiled_settings(compiled: CompiledPass) -> str:
     rows = ", ".join(str(bucket) for bucket in compiled.buckets)
     return f"passes of {rows} rows, {compiled.num_bytes / 1e6:.0f} MB on disk and about as much memory"
-
-
-def _read_corpus(path: Path | None, tokenizer: Tokenizer) -> Corpus:
-    if path is None:
-        return Corpus([])
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"corpus {path} is not UTF-8 text: convert it first") from None
-    except OSError as error:
-        raise InputError(f"corpus {path} cannot be read: {error.strerror}") from None
-    return Corpus([tokenizer.encode(text, add_special_tokens=False)])
-
-
-def _generation_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters that `generation_config.json` sets, as keyword arguments of `SamplingParams`."""
-    if not raw.get("do_sample", False):
-        names: tuple[str, ...] = ("repetition_penalty", "no_repeat_ngram_size")
-    else:
-        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
-    found = {name: raw[name] for name in names if raw.get(name) is not None}
-    if raw.get("do_sample", False):
-        found.setdefault("temperature", 1.0)
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ def test_every_arm_says_what_plain_decoding_says(engine: EngineSettings, tempera
     assert (plain.acceptance_rate, plain.drafter_memory_bytes) == (None, 0)
     assert drafted.drafter_memory_bytes > 0
     assert report.profile["pass_s"]
+
+
+def test_a_draft_model_is_counted(engine: EngineSettings) -> None:
+    with_draft = replace(engine, draft=engine.model)
+    sampling = SamplingParams(max_new_tokens=24)
+    report = run(with_draft, drafters=["lookup", "draft", "staged"], limit=1, sampling=sampling)
+    lookup, draft, staged = map(report.result, ("lookup", "draft", "staged"))
+    assert lookup.draft_passes_per_token == 0
+    assert lookup.relative_bytes <= 1
+    for result in (draft, staged):
+        assert result.identical == 1.0
+        assert result.draft_passes_per_token > 0
+        assert 0 < result.draft_share < 1
+        assert result.relative_bytes > 1 / result.tokens_per_pass
+    assert draft.e2 == 1.0
+    assert staged.second_stage_gain > 0
+    assert staged.second_stage_bound == pytest.approx(1 / (1 - draft.draft_share * (1 - 1 / staged.e2)))
+    assert report.provenance["bench"]["draft"] == engine.model
 
 
 def test_transformers_says_the_same_in_float32(engine: EngineSettings, tmp_path: Path) -> None:

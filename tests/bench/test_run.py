@@ -120,7 +120,7 @@ def test_memory_is_asked_for_each_arm_with_the_resolved_engine(fake_llm: Callabl
         settings(has_memory=True, engine=engine), open_llm=lambda *_: llm, memory_of=memory_of, clock=llm.clock
     )
     assert asked[0] == ["none", "lookup", "all"]
-    assert asked[1] == EngineSettings(model="some/model", dtype="float32", device="cpu", threads=2)
+    assert asked[1] == EngineSettings(model="some/model", dtype="float32", device="cpu", threads=2, draft="none")
     assert report.result("all", "qa").peak_rss_bytes == 5
     assert report.result("none").peak_rss_bytes is None
 

@@ -161,8 +161,9 @@ def test_a_draft_survives_its_file(tmp_path: Path) -> None:
     hidden = torch.randn(3, 16)
     torch.testing.assert_close(model.logits(hidden), hidden @ saved.embedding[saved.kept_ids].T)
     fuse = saved.module.tensors()["fuse.weight"]
-    assert model.fuse is not None
-    mapped = model.fuse(torch.eye(32)).T  # [E, 2 * E]
+    assert model.fuse_tokens is not None
+    assert model.fuse_features is not None
+    mapped = torch.cat((model.fuse_tokens(torch.eye(16)).T, model.fuse_features(torch.eye(16)).T), -1)  # [E, 2 * E]
     assert float((mapped - fuse).abs().max()) <= float(fuse.abs().max()) / 127
     assert sorted(path.name for path in saved.folder.iterdir()) == [
         "README.md",

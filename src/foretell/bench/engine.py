@@ -17,10 +17,10 @@ def check_drafters(names: Sequence[str]) -> None:
     Raises:
         ConfigError: there is no such drafter.
     """
-    from foretell.drafters.catalog import make_drafter
+    from foretell.drafters.catalog import check_drafter_name
 
     for name in names:
-        make_drafter(name, eos_ids=frozenset(), corpus=())
+        check_drafter_name(name)
 
 
 def load_llm(engine: EngineSettings, notify: Callable[[str], None] | None = None) -> BenchLLM:
@@ -35,6 +35,7 @@ def load_llm(engine: EngineSettings, notify: Callable[[str], None] | None = None
         compile=engine.compile,
         context_tokens=engine.context_tokens,
         corpus=engine.corpus,
+        draft=engine.draft,
         notify=notify,
     )
 
@@ -45,8 +46,8 @@ def default_drafters(llm: BenchLLM) -> Sequence[str]:
 
 
 def resolved_engine(llm: BenchLLM, engine: EngineSettings) -> EngineSettings:
-    """Return the settings with what the model chose for `auto`, so that baselines and children choose the same."""
-    names = ("dtype", "device", "threads")
+    """Return the settings with what the LLM chose itself, so that baselines and children choose the same."""
+    names = ("dtype", "device", "threads", "draft")
     return replace(engine, **{name: llm.settings[name] for name in names if llm.settings.get(name) is not None})
 
 

@@ -73,7 +73,7 @@ def run_bench(
         prompt_ids,
         settings.sampling,
         repeats=settings.repeats,
-        journal=_journal(settings, engine, arms, prompts, llm.settings.get("draft")),
+        journal=_journal(settings, engine, arms, prompts),
         progress=progress,
     )
     summaries = summarise_prompts(rounds)
@@ -104,18 +104,13 @@ def _arms(
 
 
 def _journal(
-    settings: BenchSettings,
-    engine: EngineSettings,
-    arms: Sequence[Arm],
-    prompts: Sequence[BenchPrompt],
-    draft: object,
+    settings: BenchSettings, engine: EngineSettings, arms: Sequence[Arm], prompts: Sequence[BenchPrompt]
 ) -> Journal | None:
     if settings.resume is None:
         return None
     configuration = {
         "version": __version__,
         "engine": engine.to_json(),
-        "draft": draft,
         "sampling": asdict(settings.sampling),
         "arms": [arm.key for arm in arms],
         "prompts": [asdict(prompt) for prompt in prompts],

@@ -70,6 +70,7 @@ def bench(
             compile=options.compile,
             context_tokens=options.context_tokens,
             corpus=options.corpus,
+            draft=options.draft,
         ),
         report=report,
         resume=resume,

@@ -21,6 +21,7 @@ from foretell.cli.demo import demo
 from foretell.cli.doctor import doctor
 from foretell.cli.generate import generate
 from foretell.cli.options import DebugOption, Invocation
+from foretell.cli.train import train
 from foretell.cli.tune import tune
 from foretell.errors import ConfigError, ForetellError
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, demo, tune, bench, doctor):
     app.command()(command)
+app.add_typer(train)
 
 
 def main() -> None:

@@ -75,6 +75,14 @@ class EngineOptions:
     corpus: Annotated[
         Path | None, typer.Option(help="Text file that the suffix drafter may quote.", rich_help_panel=MODEL)
     ] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft model: folder, Hugging Face id, or none.",
+            show_default="the target's own, if it has one",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the effective settings to stderr.")] = False
     debug: DebugOption = False
 
@@ -93,6 +101,7 @@ class EngineOptions:
                 drafter=drafter,
                 context_tokens=self.context_tokens,
                 corpus=self.corpus,
+                draft=self.draft,
                 notify=notify,
             )
 
@@ -174,7 +183,12 @@ class DecodingOptions(SamplingOptions):
     """Sampling options, and one drafter."""
 
     drafter: Annotated[
-        str, typer.Option(help="Who proposes: none, lookup, suffix, ngram, recycle, or all.", rich_help_panel=MODEL)
+        str,
+        typer.Option(
+            help="Who proposes: none, lookup, suffix, ngram, recycle, or all; with a draft model also draft, "
+            "draft-chain, staged, or staged-chain.",
+            rich_help_panel=MODEL,
+        ),
     ] = "all"
 
 

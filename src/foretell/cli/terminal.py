@@ -39,28 +39,47 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
         yield console.print
 
 
+Count = Callable[[int, int], None]
+"""Takes how much is done, and the total."""
+
+
 @contextmanager
-def counted(message: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how much of something is done, by what is yielded, which takes the number done and the total.
+def counted(message: str) -> Iterator[Count]:
+    """Show how much of something is done, by what is yielded."""
+    with counted_stages(message) as (count,):
+        yield count
+
+
+@contextmanager
+def counted_stages(*messages: str) -> Iterator[Sequence[Count]]:
+    """Show how much is done of each of several stages, by what is yielded for it; a stage appears when it begins.
 
     Where somebody is watching that is a bar with the time that is left, else a line at every tenth.
     """
     if not sys.stderr.isatty():
-        tenths = set()
-
-        def note_tenth(done: int, total: int) -> None:
-            if (tenth := 10 * done // total) not in tenths:
-                tenths.add(tenth)
-                note(f"foretell: {message}: {10 * tenth} %")
-
-        yield note_tenth
+        yield [_tenths(message) for message in messages]
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(message, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        tasks = [bar.add_task(message, total=None, visible=False) for message in messages]
+        yield [
+            lambda done, total, task=task: bar.update(task, completed=done, total=total, visible=True)  # type: ignore[misc]
+            for task in tasks
+        ]
+
+
+def _tenths(message: str) -> Count:
+    """Return what notes every tenth of a stage."""
+    tenths = set()
+
+    def note_tenth(done: int, total: int) -> None:
+        if (tenth := 10 * done // total) not in tenths:
+            tenths.add(tenth)
+            note(f"foretell: {message}: {10 * tenth} %")
+
+    return note_tenth
 
 
 def announce(message: str) -> None:

@@ -131,7 +131,10 @@ def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]]) 
     from foretell.engine.engine import Engine
     from foretell.params import SamplingParams
 
-    llm.engine = Engine(llm.engine.runner, profile, Calibration(), llm.engine.commit_policy)
+    calibration = Calibration()
+    llm.engine = Engine(llm.engine.runner, profile, calibration, llm.engine.commit_policy)
+    if llm.draft is not None:
+        llm.draft.engine.calibration = calibration
     sampling = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     plain, drafted, num_different = [], [], 0
     for prompt in prompts:

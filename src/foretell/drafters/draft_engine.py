@@ -49,6 +49,7 @@ class DraftEngine:
         self.pass_times = PassTimes()
         self.best_child = Mean(0.6, decay=0.99)
         """Acceptance of the best child of a node that was read, given that node's."""
+        self.asking = AskingPayoff()
 
     def pass_s(self, num_rows: int) -> float:
         """Return the seconds that a pass of so many rows is expected to take."""
@@ -130,6 +131,35 @@ class StagePayoff:
         twin._num_confirmed, twin._extra_s = self._num_confirmed.copy(), self._extra_s.copy()
         twin._num_waited = self._num_waited
         return twin
+
+
+class AskingPayoff:
+    """Whether asking the draft model pays where other drafters have proposed: by how many tokens those promise.
+
+    The gain is that of expected tokens per second, drafting time included. Where it did not pay, every
+    `_RETRY_AFTER`th step asks nevertheless.
+    """
+
+    def __init__(self) -> None:
+        self._gains: dict[int, Mean] = {}
+        self._num_waited: dict[int, int] = {}
+
+    def is_due(self, num_tokens: float) -> bool:
+        """Return whether this step, which is expected to bring so many tokens as it is, should ask."""
+        bucket = self._bucket_of(num_tokens)
+        gain = self._gains.get(bucket)
+        self._num_waited[bucket] = self._num_waited.get(bucket, 0) + 1
+        if gain is not None and gain.value < 1.0 and self._num_waited[bucket] <= _RETRY_AFTER:
+            return False
+        self._num_waited[bucket] = 0
+        return True
+
+    def record(self, num_tokens: float, gain: float) -> None:
+        """Take in the factor by which asking raised the expected tokens per second of such a step."""
+        self._gains.setdefault(self._bucket_of(num_tokens), Mean(1.02, decay=0.9)).add(gain)
+
+    def _bucket_of(self, num_tokens: float) -> int:
+        return min(int(4 * (num_tokens - 1)), 16)
 
 
 def _bucket(num_rows: int) -> int:

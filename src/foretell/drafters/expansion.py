@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
+from operator import attrgetter
 from typing import Final
 
 from foretell.drafters.choices import Choices
@@ -41,6 +42,14 @@ class TreeShape:
     """Most nodes of a second stage."""
     max_staged_rows: int = 12
     """Most rows of a pass that carries a second stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a step is expected to bring."""
+
+    num_tokens: float
+    tokens_per_s: float
 
 
 class Expansion:
@@ -88,12 +97,20 @@ class Expansion:
 
     # Stop or go on
 
-    def pays_at_all(self, num_rows: int) -> bool:
-        """Return whether reading the tip and the tree beside promises more tokens a second than reading nothing."""
+    def promise(self) -> Promise:
+        """Return what the step would bring if drafting ended now."""
+        self._estimate()
+        accept = sorted(self._accept, reverse=True)
         if not self._pass_s:
-            return True
-        spent_s = self._engine.clock() - self._started_s
-        return self._rate(self._open, spent_s + self._engine.pass_s(num_rows)) > self._rate((), spent_s)
+            return Promise(self._num_certain + sum(accept), 1.0)
+        draft_s = self._engine.clock() - self._started_s
+        return max(
+            (
+                Promise(num_tokens, num_tokens / (draft_s + pass_s))
+                for num_tokens, pass_s in zip(accumulate(accept, initial=float(self._num_certain)), self._pass_s)
+            ),
+            key=attrgetter("tokens_per_s"),
+        )
 
     def next_nodes(self) -> list[int]:
         """Return the nodes that the next pass should read; none where it would not pay.

@@ -49,29 +49,31 @@ class DraftModel(Llama):
     ) -> None:
         super().__init__(config, _Tensors(tensors), dtype, device)  # type: ignore[arg-type]
         self.kept_ids = kept_ids
-        self.fuse = self.no_feature = None
+        self.fuse_tokens = self.fuse_features = self.no_feature = None
         if "fuse.weight" in tensors:
-            self.fuse = PackedLinear(tensors["fuse.weight"].to(device, dtype))  # [2 * E] -> [E]
+            fuse = tensors["fuse.weight"].to(device, dtype)  # [E, 2 * E]
+            self.fuse_tokens, self.fuse_features = (PackedLinear(half.contiguous()) for half in fuse.chunk(2, -1))
             self.no_feature = tensors["no_feature"].to(device, dtype)  # [E]
 
     @property
     def kind(self) -> DraftKind:
         """What the draft reads."""
-        return "lm" if self.fuse is None else "feature"
+        return "lm" if self.no_feature is None else "feature"
 
     @property
     def num_bytes(self) -> int:
         """Bytes of resident weights; the target's embedding is not counted, the copied rows of its head are."""
-        return super().num_bytes + (0 if self.fuse is None else self.fuse.num_bytes)
+        fuses = [fuse for fuse in (self.fuse_tokens, self.fuse_features) if fuse is not None]
+        return super().num_bytes + sum(fuse.num_bytes for fuse in fuses)
 
     def embed(self, batch: RowBatch) -> Tensor:
         """Return the inputs of the first layer, [B * N, E]."""
         tokens = super().embed(batch)  # [B * N, E]
-        if self.fuse is None or batch.embeddings is not None:
+        if self.fuse_tokens is None or self.fuse_features is None or batch.embeddings is not None:
             return tokens
         assert batch.features is not None
         normed = F.rms_norm(tokens, tokens.shape[-1:], None, self.config.norm_eps)  # [B * N, E]
-        return self.fuse(torch.cat((normed, batch.features.view_as(tokens)), -1))
+        return self.fuse_features(batch.features.view_as(tokens), self.fuse_tokens(normed))  # [B * N, E]
 
 
 class _Tensors:
@@ -104,7 +106,7 @@ class ForeignDraft:
         num_ids: ids that the target has as well.
     """
 
-    fuse = no_feature = None
+    no_feature = None
     kind: DraftKind = "lm"
 
     def __init__(self, model: Model, num_ids: int) -> None:

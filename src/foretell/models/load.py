@@ -80,6 +80,32 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def set_threads(threads: int | None) -> None:
+    """Let torch use so many threads; None leaves its choice.
+
+    Raises:
+        ConfigError: the number is out of range.
+    """
+    if threads is None:
+        return
+    if not 1 <= threads <= 1024:
+        raise ConfigError(f"`threads` must be at least 1, got {threads}; 1,024 at most")
+    torch.set_num_threads(threads)
+
+
+def choose_context(asked: int | None, limit: int) -> int:
+    """Return the longest sequence, in tokens: `asked`, or the model's limit where that is None.
+
+    Raises:
+        ConfigError: it is above the limit.
+    """
+    if asked is None:
+        return limit
+    if not 2 <= asked <= limit:
+        raise ConfigError(f"`context_tokens` must be in [2, {limit}], the model's own limit, got {asked}")
+    return asked
+
+
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Return whether bfloat16 is computed natively (on CPUs: AVX-512 BF16 or AMX)."""
     if device.type == "cuda":

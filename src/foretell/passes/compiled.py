@@ -71,7 +71,13 @@ class CompiledPasses:
 
 
 def load_compiled(
-    model: Model, folder: Path, cache: Path, *, context_tokens: int, notify: Notify | None = None
+    model: Model,
+    folder: Path,
+    cache: Path,
+    *,
+    context_tokens: int,
+    buckets: Sequence[int] = BUCKETS,
+    notify: Notify | None = None,
 ) -> CompiledPasses | CudaGraphPasses:
     """Load the compiled passes of a model, compiling what is missing; on a GPU, record passes as they come.
 
@@ -80,6 +86,7 @@ def load_compiled(
         folder: the model's files.
         cache: where packages are kept.
         context_tokens: positions that the passes must handle.
+        buckets: row counts to compile.
         notify: called with one line before each compilation.
 
     Raises:
@@ -93,11 +100,11 @@ def load_compiled(
         return CudaGraphPasses(model, context_tokens)
     home = cache / f"{folder.name}-{_key(model, folder, context_tokens)}"
     packages, num_bytes = {}, 0
-    for bucket in BUCKETS:
+    for bucket in buckets:
         path = home / f"rows-{bucket}.pt2"
         if not path.is_file():
             if notify is not None:
-                notify(f"compiling passes of {bucket} rows, about a minute, once")
+                notify(f"compiling passes of {bucket} rows for {folder.name}, a minute at most, once")
             _build(model, bucket, context_tokens, path)
         packages[bucket] = torch._inductor.aoti_load_package(str(path))
         num_bytes += path.stat().st_size

@@ -53,7 +53,8 @@ class Runner:
         model: the target.
         context_tokens: positions that a sequence may have.
         compiled: passes compiled for a few row counts; without them every pass is eager.
-        slot_grain: see `RowPacker`; for passes whose bits need not equal another pass's.
+        slot_grain: see `RowPacker`; for passes whose bits need not equal another pass's. What exceeds the compiled row
+            counts then runs eagerly.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Runner:
         self._packer = RowPacker(
             config, model.dtype, model.device, skips_blocks=compiled is None, slot_grain=slot_grain
         )
+        self._may_mix = slot_grain is not None  # eager and compiled passes have different bits
         self._queries_per_kv = config.num_heads // config.num_kv_heads
         self.weight_bytes = model.num_bytes  # added up once: that takes 0.1 ms
 
@@ -94,8 +96,9 @@ class Runner:
         """Return how many rows per sequence a decode pass of `num_rows` really computes."""
         if self.compiled is not None:
             bucket = self.compiled.num_rows(num_rows)
-            assert bucket is not None, "the budget stays within the compiled buckets"
-            return bucket
+            if bucket is not None:
+                return bucket
+            assert self._may_mix, "the budget stays within the compiled buckets"
         model = self.model
         return padded_rows(num_rows, num_sequences, self._queries_per_kv, model.dtype, model.device)
 
@@ -108,7 +111,7 @@ class Runner:
         num_rows = self.padded(max(len(rows.token_ids) for rows in sequences), len(sequences))
         batch = self._packer.pack(sequences, num_rows)
         regions = _regions(sequences)  # [L, B, 2 * G, C, D]
-        if self.compiled is not None:
+        if self.compiled is not None and self.compiled.num_rows(num_rows) == num_rows:
             return self.compiled(batch, regions)
         hidden = self._forward(batch, regions)  # [B * N, E]
         logits = self.model.logits(hidden)  # [B * N, V]

@@ -54,7 +54,7 @@ class DraftModule(nn.Module):
         rope = table.repeat(num_streams, 1, 1)  # [D * T, 2, D]
         for layer in self.layers:
             hidden = layer(hidden, rope, mask)
-        hidden = F.rms_norm(hidden, (width,), self.norm, self.config.norm_eps)
+        hidden = F.rms_norm(hidden, (width,), self.norm.to(hidden.dtype), self.config.norm_eps)
         return hidden.view(batch_size, num_streams, num_tokens, width)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -108,9 +108,9 @@ class _Layer(nn.Module):
     def forward(self, hidden: Tensor, rope: Tensor, mask: Tensor) -> Tensor:
         """Map [B, M, E] to [B, M, E]; `rope` [M, 2, D], `mask` [M, M]."""
         eps, width = self.config.norm_eps, hidden.shape[-1]
-        normed = F.rms_norm(hidden, (width,), self.attention_norm, eps)  # [B, M, E]
+        normed = F.rms_norm(hidden, (width,), self.attention_norm.to(hidden.dtype), eps)  # [B, M, E]
         hidden = hidden + self.output(self._attend(normed, rope, mask))
-        normed = F.rms_norm(hidden, (width,), self.mlp_norm, eps)  # [B, M, E]
+        normed = F.rms_norm(hidden, (width,), self.mlp_norm.to(hidden.dtype), eps)  # [B, M, E]
         mixed: Tensor = hidden + self.down(self.activation(self.gate(normed)) * self.up(normed))  # [B, M, E]
         return mixed
 

@@ -1,0 +1,139 @@
+"""`foretell train`: distil a draft model from a target, and make the table that drafts for the draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from foretell.cli.options import DebugOption, JsonOption
+
+if TYPE_CHECKING:
+    from foretell.cli.terminal import Count
+    from foretell.llm import LLM
+    from foretell.train.draft import Progress
+
+train = typer.Typer(name="train", no_args_is_help=True, help="Train what drafts for a target, from its own text.")
+
+TargetOption = Annotated[
+    str | None,
+    typer.Option(help="Hugging Face id, folder or .gguf file of the target.", show_default="SmolLM2-135M-Instruct"),
+]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's own choice")]
+TokensOption = Annotated[int, typer.Option(help="Tokens of text that the target writes; written text is kept.")]
+SeedOption = Annotated[int, typer.Option(help="Of the text, its order, and the first weights.")]
+
+
+@train.command()
+def draft(
+    target: TargetOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the draft.", show_default="where foretell looks for it by itself")
+    ] = None,
+    kind: Annotated[
+        Literal["feature", "lm"],
+        typer.Option(help="feature also reads the target's hidden states; lm reads tokens alone."),
+    ] = "feature",
+    size: Annotated[Literal["tiny", "small"], typer.Option(help="One layer, or two.")] = "tiny",
+    tokens: TokensOption = 1_000_000,
+    epochs: Annotated[float, typer.Option(help="Times that the text is read.")] = 6.0,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON Lines of user turns ("prompt", or "turns") to answer in place of made-up ones.',
+            show_default="the target makes them up",
+        ),
+    ] = None,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Distil a small draft model from a target. Interrupted runs go on when the command is given again.
+
+    The target writes its own training text; no data set is needed.
+    """
+    from foretell.cli.documents import print_document
+    from foretell.cli.terminal import counted_stages
+    from foretell.drafters.draft_store import draft_home
+    from foretell.train.draft import Recipe
+    from foretell.train.produce import Reports, produce_draft
+
+    recipe = Recipe(kind=kind, size=size, num_epochs=epochs, seed=seed)
+    llm = _load(target, threads)
+    folder = out or draft_home(llm.fingerprint)
+    with counted_stages("writing text (tokens)", "training (steps)") as (text, steps):
+        reports = Reports(text=text, training=_TrainingLines(steps))
+        trained = produce_draft(llm, folder, recipe, tokens, prompts=prompts, reports=reports)
+    if as_json:
+        print_document({"folder": str(folder), "num_kept": len(trained.kept_ids), "scores": trained.scores})
+    else:
+        typer.echo(f"draft in {folder}, {_num_bytes(folder) / 1e6:.1f} MB")
+
+
+@train.command()
+def ngram(
+    draft: Annotated[
+        Path | None, typer.Option(help="The draft's folder.", show_default="where `train draft` puts it")
+    ] = None,
+    target: TargetOption = None,
+    samples: Annotated[int, typer.Option(help="Tokens that the draft samples at temperature 1.5.")] = 4_000_000,
+    max_bytes: Annotated[int, typer.Option(help="Most bytes of the table.")] = 7_900_000,
+    tokens: TokensOption = 1_000_000,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make the Katz-backoff trigram table that drafts for a draft model, from text that the draft samples."""
+    from foretell.cli.documents import print_document
+    from foretell.cli.terminal import counted_stages
+    from foretell.drafters.draft_store import draft_home
+    from foretell.train.produce import Reports, produce_ngram
+
+    llm = _load(target, threads)
+    folder = draft or draft_home(llm.fingerprint)
+    with counted_stages("writing text (tokens)", "sampling (tokens)") as (text, sampled):
+        scores = produce_ngram(
+            llm,
+            folder,
+            num_tokens=samples,
+            max_bytes=max_bytes,
+            seed=seed,
+            text_tokens=tokens,
+            reports=Reports(text=text, sampling=sampled),
+        )
+    if as_json:
+        print_document({"folder": str(folder), "scores": dict(scores)})
+    else:
+        typer.echo(f"table beside the draft in {folder}: {', '.join(f'{k} {v}' for k, v in scores.items())}")
+
+
+class _TrainingLines:
+    """A bar over the steps, and a line for every evaluation."""
+
+    def __init__(self, bar: Count) -> None:
+        self._bar = bar
+
+    def __call__(self, progress: Progress) -> None:
+        from foretell.train.produce import agreement_line
+
+        self._bar(progress.step, progress.num_steps)
+        if progress.chat is None or progress.raw is None:
+            return
+        lines = "; ".join(agreement_line(name, getattr(progress, name)) for name in ("chat", "raw"))
+        minutes = progress.elapsed_s / 60
+        typer.echo(f"step {progress.step}, {minutes:.1f} min, loss {progress.loss:.3f}; {lines}", err=True)
+
+
+def _load(target: str | None, threads: int | None) -> LLM:
+    from foretell.cli.terminal import progress
+    from foretell.llm import LLM
+
+    with progress("loading the model") as notify:
+        return LLM(target, threads=threads, draft="none", notify=notify)
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())

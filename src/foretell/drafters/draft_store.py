@@ -1,0 +1,161 @@
+"""Which draft model serves a target: one that was asked for, one trained here, or one that ships."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from foretell.drafters.draft_engine import DraftEngine
+from foretell.drafters.next_ids import SHIPPED
+from foretell.errors import ConfigError, ModelError
+from foretell.models.draft_files import is_draft, read_draft, read_draft_facts
+from foretell.models.files import cache_home, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+    from foretell.drafters.calibration import Calibration
+    from foretell.drafters.catalog import TableFactory
+    from foretell.models.config import ModelConfig
+    from foretell.text.tokenizer import Tokenizer
+
+NONE: Final = "none"
+"""In place of a draft's name: use none, though one may be there."""
+
+_BUCKETS: Final = (4, 12)
+"""Row counts of a draft's compiled passes: a few nodes, or the tokens of a step with a second stage below them."""
+
+_FOLDER: Final = "draft"
+"""Of a shipped draft, within the folder of its model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a draft must fit."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    fingerprint: str
+    dtype: torch.dtype
+    device: torch.device
+    context_tokens: int
+    is_compiled: bool = False
+    """Whether passes are to be compiled, the draft's as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDraft:
+    """A draft model ready to run, and its own drafter's table."""
+
+    engine: DraftEngine
+    ngram_table: TableFactory | None
+    source: str
+    """Where it came from."""
+
+
+def draft_home(fingerprint: str) -> Path:
+    """Return where drafts trained on this machine are kept for a target."""
+    return cache_home() / "drafts" / fingerprint[:16]
+
+
+def load_draft(
+    draft: str | Path | None,
+    target: Target,
+    calibration: Calibration,
+    notify: Callable[[str], None] | None = None,
+) -> LoadedDraft | None:
+    """Return the draft model of a target; None where there is none, or none is wanted.
+
+    Args:
+        draft: a folder by `foretell train draft`, any model with the target's tokenizer, "none", or None for what was
+            trained here or ships with the package.
+        target: what it must fit.
+        calibration: acceptance estimates that its drafts are ranked by.
+        notify: called with what is wrong with a draft that was not asked for, in one line.
+
+    Raises:
+        ModelError: the draft that was asked for is damaged, or of another target.
+        ConfigError: its tokenizer is not the target's.
+    """
+    if draft == NONE:
+        return None
+    if draft is not None:
+        folder = Path(draft)
+        return (
+            _load(folder, target, calibration, notify)
+            if is_draft(folder)
+            else _load_foreign(draft, target, calibration)
+        )
+    for folder in (draft_home(target.fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))):
+        try:
+            if is_draft(folder) and read_draft_facts(folder).get("fingerprint") == target.fingerprint:
+                return _load(folder, target, calibration, notify)
+        except ModelError as error:
+            if notify is not None:
+                notify(str(error))
+    return None
+
+
+def _load(folder: Path, target: Target, calibration: Calibration, notify: Callable[[str], None] | None) -> LoadedDraft:
+    model = read_draft(
+        folder, target.folder, target.config, target.fingerprint, dtype=target.dtype, device=target.device
+    )
+    compiled = None
+    if target.is_compiled:
+        from foretell.passes.compiled import load_compiled
+
+        compiled = load_compiled(
+            model,
+            folder,
+            cache_home() / "compiled",
+            context_tokens=target.context_tokens,
+            buckets=_BUCKETS,
+            notify=notify,
+        )
+    engine = DraftEngine(model, target.context_tokens, calibration, compiled)
+    return LoadedDraft(engine=engine, ngram_table=_read_table(folder, target), source=str(folder))
+
+
+def _read_table(folder: Path, target: Target) -> TableFactory | None:
+    from foretell.drafters.katz import FILE, KatzDrafter, read_katz
+
+    if not (folder / FILE).is_file():
+        return None
+    table = read_katz(folder / FILE, target.fingerprint, target.config.vocab_size)
+    return lambda eos_ids: KatzDrafter(table, eos_ids=eos_ids)
+
+
+def _load_foreign(draft: str | Path, target: Target, calibration: Calibration) -> LoadedDraft:
+    """Load a model of its own as a draft."""
+    from foretell.models.draft import ForeignDraft
+    from foretell.models.load import load_model
+    from foretell.text.tokenizer import Tokenizer
+
+    files = resolve(draft)
+    _compare_vocabularies(str(draft), Tokenizer.load(files.folder), target.tokenizer)
+    model = load_model(files.folder, dtype=target.dtype, device=target.device)
+    foreign: Any = ForeignDraft(model, min(model.config.vocab_size, target.config.vocab_size))
+    engine = DraftEngine(foreign, target.context_tokens, calibration)
+    return LoadedDraft(engine=engine, ngram_table=None, source=files.source)
+
+
+def _compare_vocabularies(name: str, draft: Tokenizer, target: Tokenizer) -> None:
+    """Refuse a draft whose ids do not mean what the target's mean; either may have padding beyond the other's end.
+
+    Raises:
+        ConfigError: some ids mean something else.
+    """
+    num_ids = max(draft.vocab_size, target.vocab_size)
+    pairs = ((token_id, draft.token(token_id), target.token(token_id)) for token_id in range(num_ids))
+    other = [pair for pair in pairs if pair[1] != pair[2] and None not in pair]
+    missing = abs(draft.vocab_size - target.vocab_size)
+    if other or missing > num_ids // 100:
+        token_id, own, wanted = other[0] if other else (num_ids - 1, None, None)
+        raise ConfigError(
+            f"draft {name} has another tokenizer: {len(other)} of {num_ids} ids differ, the first is {token_id} "
+            f"({own!r}, the target's is {wanted!r}), and its vocabulary has {draft.vocab_size} ids, the target's "
+            f"{target.vocab_size}: take a draft of the same family, or train one (`foretell train draft`)"
+        )

@@ -1,0 +1,199 @@
+"""From a target to the artefacts that draft for it: text, training, files, and what they say of themselves."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from foretell.errors import ConfigError
+from foretell.llm import LLM
+from foretell.models.draft_files import WEIGHTS, is_draft, read_draft, read_draft_facts, write_draft
+from foretell.models.files import cache_home
+from foretell.provenance import provenance
+from foretell.train.card import draft_card
+from foretell.train.distill import Agreement
+from foretell.train.draft import Progress, Recipe, TargetTensors, TrainedDraft, train_draft
+from foretell.train.examples import Examples, add_hidden
+from foretell.train.text import hidden_path, shard_paths, write_text
+
+ALWAYS_KEPT: Final = 256
+"""Tokens that every draft keeps, the vocabulary's first: special tokens, and bytes in most vocabularies."""
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reports:
+    """Who is told how far it is."""
+
+    text: Callable[[int, int], None] | None = None
+    training: Callable[[Progress], None] | None = None
+    sampling: Callable[[int, int], None] | None = None
+
+
+def text_home(fingerprint: str, seed: int) -> Path:
+    """Return where a target's own text is kept, for every training that wants it."""
+    return cache_home() / "training" / fingerprint[:16] / f"text-{seed}"
+
+
+def produce_draft(
+    llm: LLM, out: Path, recipe: Recipe, num_tokens: int, *, prompts: Path | None = None, reports: Reports | None = None
+) -> TrainedDraft:
+    """Let a target write text, distil a draft from it, and write the draft with its card.
+
+    Everything that was done is kept until the end, so that an interrupted run goes on: text in `text_home`, the state
+    of the training beside `out`.
+
+    Args:
+        llm: the target, in the dtype that it will run in.
+        out: the draft's folder.
+        recipe: how to train.
+        num_tokens: of text.
+        prompts: a JSON Lines file of user turns to answer, in place of made-up ones.
+        reports: who is told how far it is.
+
+    Raises:
+        InputError: there is too little text, or a shard of it is damaged.
+        ConfigError: `out` holds something else, or cannot be written.
+    """
+    reports = reports or Reports()
+    _check_out(out)
+    started_s = time.perf_counter()
+    examples = _examples(llm, num_tokens, recipe.seed, prompts, reports)
+    text_s = time.perf_counter() - started_s
+    checkpoint = out.with_name(f"{out.name}.training.pt")
+    trained = train_draft(
+        TargetTensors.read(llm.config, llm.folder),
+        examples,
+        recipe,
+        checkpoint,
+        always_kept=frozenset(range(ALWAYS_KEPT)) | frozenset(llm.config.eos_ids),
+        progress=reports.training,
+    )
+    facts = _facts(llm, recipe, examples, trained, text_s)
+    write_draft(
+        out,
+        trained.config,
+        trained.tensors,
+        trained.kept_ids,
+        fingerprint=llm.fingerprint,
+        card=draft_card(facts),
+        provenance=facts,
+    )
+    checkpoint.unlink(missing_ok=True)
+    return trained
+
+
+def produce_ngram(
+    llm: LLM,
+    folder: Path,
+    *,
+    num_tokens: int,
+    max_bytes: int,
+    seed: int,
+    text_tokens: int,
+    reports: Reports | None = None,
+) -> Mapping[str, Any]:
+    """Let a draft sample, make its trigram table, and write it beside the draft.
+
+    Args:
+        llm: the target.
+        folder: the draft's.
+        num_tokens: to sample.
+        max_bytes: of the table.
+        seed: of the text and the sampling.
+        text_tokens: of the target's text, where the draft sets out from; written where it is not there yet.
+        reports: who is told how far it is.
+
+    Raises:
+        ModelError: the draft is damaged, or of another target.
+        InputError: a shard of text or samples is damaged.
+        ConfigError: the table cannot be written.
+    """
+    from foretell.drafters.katz import FILE
+    from foretell.train.katz import train_ngram
+
+    reports = reports or Reports()
+    read_draft_facts(folder)
+    runner = llm.engine.runner
+    draft = read_draft(
+        folder, llm.folder, llm.config, llm.fingerprint, dtype=runner.model.dtype, device=runner.model.device
+    )
+    examples = _examples(llm, text_tokens, seed, None, reports)
+    source = provenance()
+    facts = {
+        "fingerprint": llm.fingerprint,
+        "draft": _digest(folder / WEIGHTS),
+        "command": shlex.join(source["argv"]) if isinstance(source["argv"], list) else "",
+        "foretell": str(source["foretell"]),
+        "torch": str(source["torch"]),
+    }
+    samples = text_home(llm.fingerprint, seed).with_name(f"samples-{facts['draft'][:16]}")
+    report = train_ngram(
+        draft,
+        examples,
+        folder / FILE,
+        samples,
+        facts,
+        num_tokens=num_tokens,
+        max_bytes=max_bytes,
+        progress=reports.sampling,
+    )
+    scores = asdict(report)
+    (folder / "ngram.json").write_text(json.dumps({**facts, **scores}, indent=2, default=str) + "\n", encoding="utf-8")
+    return scores
+
+
+def _examples(llm: LLM, num_tokens: int, seed: int, prompts: Path | None, reports: Reports) -> Examples:
+    folder = text_home(llm.fingerprint, seed)
+    if prompts is not None:
+        folder = folder.with_name(f"text-{seed}-{_digest(prompts)[:16]}")
+    write_text(llm, folder, num_tokens, seed=seed, prompts=prompts, progress=reports.text)
+    shards = shard_paths(folder, num_tokens)
+    for shard in shards:
+        if not hidden_path(shard).is_file():
+            add_hidden(llm, shard)
+    return Examples(shards)
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and (is_draft(out) or not any(out.iterdir()))):
+        raise ConfigError(f"{out} holds something that is no draft: choose another place")
+
+
+def _facts(llm: LLM, recipe: Recipe, examples: Examples, trained: TrainedDraft, text_s: float) -> dict[str, Any]:
+    documents = examples.documents
+    kinds = np.bincount(documents.kinds, minlength=2)
+    return {
+        "target": llm.settings["model"],
+        "fingerprint": llm.fingerprint,
+        "recipe": asdict(recipe),
+        "text": {
+            "num_tokens": int(documents.starts[-1]),
+            "num_chat_documents": int(kinds[0]),
+            "num_raw_documents": int(kinds[1]),
+            "writing_s": round(text_s),
+        },
+        "num_kept": len(trained.kept_ids),
+        "scores": trained.scores,
+        **provenance(),
+    }
+
+
+def agreement_line(name: str, agreement: Agreement) -> str:
+    """Return one line that tells how well a draft does."""
+    shares = " ".join(f"{share:.2f}" for share in agreement.by_depth[0])
+    return f"{name}: top-1/2/4/8 {shares}, {agreement.chain_tokens_per_pass:.2f} tokens a pass as a chain"
+
+
+def _digest(path: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256(path.read_bytes()).hexdigest()

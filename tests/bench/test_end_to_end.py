@@ -108,9 +108,11 @@ def test_the_command_prints_one_document_last(engine: EngineSettings, capsys: py
     from foretell.cli.main import run as run_command
 
     options = "--limit 1 --repeats 1 --max-new-tokens 4 --drafters all --no-memory --threads 1 --dtype float32 --json"
-    assert run_command(["bench", "--model", str(engine.model), *options.split()]) == 0
+    model = str(engine.model)
+    assert run_command(["bench", "--model", model, "--draft", model, *options.split()]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(document) == ["results", "profile", "provenance"]
+    assert document["provenance"]["bench"]["draft"] == model
     assert [(row["name"], row["category"]) for row in document["results"]] == [
         ("none", "all"),
         ("none", "writing"),

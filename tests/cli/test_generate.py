@@ -24,12 +24,15 @@ def test_the_answer_is_all_of_stdout(foretell: Foretell, tiny_model: Path) -> No
 
 
 def test_json_is_one_document_on_the_last_line(foretell: Foretell, tiny_model: Path) -> None:
+    args = ["generate", "--model", tiny_model, *SHORT, "--json", "hello"]
     plain, drafted = (
-        json.loads(foretell("generate", "--model", tiny_model, *SHORT, "--json", "--drafter", drafter, "hello").stdout)
-        for drafter in ("none", "all")
+        json.loads(foretell(*args, *more).stdout)
+        for more in (["--drafter", "none"], ["--drafter", "draft", "--draft", tiny_model])
     )
     (completion,) = plain["completions"]
     assert completion["token_ids"] == drafted["completions"][0]["token_ids"]
+    assert completion["stats"]["num_draft_passes"] == 0 < drafted["completions"][0]["stats"]["num_draft_passes"]
+    assert drafted["settings"]["draft"] == str(tiny_model)
     assert completion["stats"]["num_output_tokens"] == len(completion["token_ids"])
     assert {"num_draft_passes", "target_bytes", "bytes_per_token", "e2", "draft_share"} <= completion["stats"].keys()
     assert completion["sources"] == ["target"] * len(completion["token_ids"])

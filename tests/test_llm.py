@@ -681,6 +681,7 @@ def test_settings(folder: Path) -> None:
         "drafter": "suffix",
         "context_tokens": 100,
         "commit": "copy",
+        "draft": "none",
         "next_ids": "none",
         "profile": "quick measurement",
     }

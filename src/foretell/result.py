@@ -18,6 +18,7 @@ class DraftCounters(Protocol):
     num_confirmed: int
     num_staged_passes: int
     num_bytes: int
+    num_exhausted_steps: int
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class Stats:
     """Tokens of the second stage that the draft model's own choice confirmed: each is a pass that it did not need."""
     num_staged_passes: int = 0
     """Draft passes that carried a draft of the second stage."""
+    num_exhausted_steps: int = 0
+    """Steps that the draft model took no part in, because the text was longer than its context."""
     target_bytes: int = 0
     """Weights, committed keys and values that target passes after prefill read; in a batch the weights are shared."""
     draft_bytes: int = 0
@@ -69,7 +72,7 @@ class Stats:
         """Copy what the drafter counted."""
         self.num_draft_passes, self.num_draft_rows = work.num_passes, work.num_rows
         self.num_confirmed, self.num_staged_passes = work.num_confirmed, work.num_staged_passes
-        self.draft_bytes = work.num_bytes
+        self.draft_bytes, self.num_exhausted_steps = work.num_bytes, work.num_exhausted_steps
 
     @property
     def tokens_per_pass(self) -> float:

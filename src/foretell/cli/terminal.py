@@ -104,6 +104,8 @@ def note_stats(stats: Stats) -> None:
     drafting = ""
     if stats.num_draft_passes > 0:
         drafting = f"{stats.draft_passes_per_token:.2f} draft passes per token, E₂ {stats.e2:.2f}, "
+    if stats.num_exhausted_steps > 0:
+        drafting += f"{stats.num_exhausted_steps} steps without the draft model, whose context is shorter, "
     note(
         f"{stats.num_output_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, "
         f"{stats.tokens_per_pass:.2f} tokens per pass, acceptance rate {stats.acceptance_rate:.2f}, {drafting}"

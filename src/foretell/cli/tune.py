@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from foretell.engine.measure import Exactness
     from foretell.hardware.profile import LatencyProfile
     from foretell.llm import LLM
-    from foretell.result import Stats
+    from foretell.params import SamplingParams
+    from foretell.result import Completion, Stats
 
 CONTEXTS: Final = (128, 512, 1024, 2048, 4096, 8192)
 MAX_PROMPT_TOKENS: Final = 1024
@@ -36,6 +37,10 @@ class Verdict:
     tokens_per_pass: float
     rows_per_pass: float
     num_different_outputs: int
+    without_draft_tokens_per_s: float | None = None
+    """Drafted as well, but without the draft model; None where there is none."""
+    draft_pass_s: float | None = None
+    target_pass_s: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -48,6 +53,19 @@ class Verdict:
         if self.speedup > 1.0:
             return f"speculation pays here: {figures}"
         return f"speculation does not pay here: {figures}; use --drafter none"
+
+    def draft_sentence(self) -> str | None:
+        """Return what the draft model brought, in words; None where there is none."""
+        without = self.without_draft_tokens_per_s
+        if without is None or self.draft_pass_s is None or self.target_pass_s is None:
+            return None
+        gain = self.drafted_tokens_per_s / without if without > 0 else 1.0
+        prices = (
+            f"a pass of it takes {self.draft_pass_s * 1e3:.1f} ms, one of the model {self.target_pass_s * 1e3:.1f} ms"
+        )
+        if gain > 1.0:
+            return f"the draft model pays here: {gain:.2f} × the speed without it; {prices}"
+        return f"the draft model does not pay here: {gain:.2f} × the speed without it, {prices}; use --draft none"
 
 
 @spread
@@ -136,13 +154,15 @@ def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]]) 
     if llm.draft is not None:
         llm.draft.engine.calibration = calibration
     sampling = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-    plain, drafted, num_different = [], [], 0
+    plain, drafted, undrafted, num_different = [], [], [], 0
     for prompt in prompts:
         (expected,) = llm.generate(prompt, sampling, drafter="none")
         (completion,) = llm.generate(prompt, sampling, drafter="all")
         plain.append(expected.stats)
         drafted.append(completion.stats)
         num_different += completion.token_ids != expected.token_ids
+        if llm.draft is not None:
+            undrafted.append(_without_draft(llm, prompt, sampling).stats)
     num_passes = sum(stats.num_passes for stats in drafted)
     return Verdict(
         plain_tokens_per_s=_tokens_per_s(plain),
@@ -150,12 +170,24 @@ def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]]) 
         tokens_per_pass=sum(stats.num_output_tokens for stats in drafted) / num_passes,
         rows_per_pass=sum(stats.num_rows for stats in drafted) / num_passes,
         num_different_outputs=num_different,
+        without_draft_tokens_per_s=_tokens_per_s(undrafted) if undrafted else None,
+        draft_pass_s=None if llm.draft is None else llm.draft.engine.pass_s(1),
+        target_pass_s=None if llm.draft is None else profile.seconds(1, CONTEXTS[0]),
     )
+
+
+def _without_draft(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Completion:
+    draft, llm.draft = llm.draft, None
+    try:
+        return llm.generate(prompt, sampling, drafter="all")[0]
+    finally:
+        llm.draft = draft
 
 
 def _tokens_per_s(all_stats: Sequence[Stats]) -> float:
     decode_s = sum(stats.decode_s for stats in all_stats)
-    return sum(stats.num_output_tokens - 1 for stats in all_stats) / decode_s if decode_s > 0 else 0.0
+    num_tokens = sum(stats.num_output_tokens - stats.num_first_tokens for stats in all_stats)
+    return num_tokens / decode_s if decode_s > 0 else 0.0
 
 
 def _print_report(profile: LatencyProfile, exactness: Exactness, verdict: Verdict) -> None:
@@ -172,6 +204,8 @@ def _print_report(profile: LatencyProfile, exactness: Exactness, verdict: Verdic
         )
     console.print(f"outputs that differ from plain decoding: {verdict.num_different_outputs}")
     console.print(f"{verdict.sentence()} ({verdict.tokens_per_pass:.2f} tokens per pass on the built-in prompts)")
+    if (sentence := verdict.draft_sentence()) is not None:
+        console.print(sentence)
 
 
 def _curve_table(profile: LatencyProfile) -> Table:

@@ -14,7 +14,7 @@ from foretell.drafters.drafter import Drafter, DraftWork, Outcome, Proposal
 from foretell.drafters.drawn import DraftLaw, draw_tree
 from foretell.drafters.expansion import DRAFT, Expansion, TreeShape, stage
 from foretell.tree.merge import merge
-from foretell.tree.shape import Shape, prune
+from foretell.tree.shape import prune
 from foretell.tree.token_tree import TokenTree
 from foretell.verify.draws import DrawPlan
 
@@ -111,7 +111,7 @@ class DraftModelDrafter:
             return [DraftLaw(self._engine.model.kept_ids, row) for row in scores.double().softmax(-1).cpu().numpy()]
 
         # What fits the draft's context depends on the text and the shape alone, as drawing requires.
-        if _depth(plan.shape) > self._reader.depth_left(len(proposal.ahead)):
+        if plan.shape.depth > self._reader.depth_left(len(proposal.ahead)):
             return TokenTree.root(proposal.tip)
         tree = draw_tree(proposal.tip, plan, laws_of, DRAFT, self._eos_ids)
         self._reader.rewind()
@@ -206,13 +206,6 @@ class DraftModelDrafter:
         return stage(tree, self._engine.kept, self._eos_ids, max_staged, max_read_depth, self._shape.max_children == 1)
 
     def _without_draft(self, proposal: Proposal) -> TokenTree:
+        self._reader.work.num_exhausted_steps += 1
         trees = [drafter.propose(proposal) for drafter in self._helpers]
         return prune(merge([TokenTree.root(proposal.tip), *trees]), proposal.max_nodes + 1)
-
-
-def _depth(shape: Shape) -> int:
-    """Return the distance of the deepest node from the root."""
-    depths = [0]
-    for parent in shape.parents[1:]:
-        depths.append(depths[parent] + 1)
-    return max(depths)

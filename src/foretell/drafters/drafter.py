@@ -77,6 +77,8 @@ class DraftWork:
     """Passes that carried a draft of the second stage."""
     num_bytes: int = 0
     """Weights, keys and values that those passes read."""
+    num_exhausted_steps: int = 0
+    """Proposals that it took no part in, because the text was longer than its context."""
 
 
 class Drafter(Protocol):

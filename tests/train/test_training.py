@@ -17,7 +17,7 @@ from foretell.train import text as text_module
 from foretell.train.draft import Recipe, TargetTensors, train_draft
 from foretell.train.examples import Examples, add_hidden
 from foretell.train.produce import produce_draft, produce_ngram, text_home
-from foretell.train.text import CHAT, RAW, Documents, hidden_path, shard_paths, write_text
+from foretell.train.text import CHAT, RAW, Documents, hidden_path, shard_paths, take_text, write_text
 from tiny import EOS, save_model
 
 RECIPE = Recipe(num_epochs=3, batch_size=4, learning_rate=3e-3)
@@ -78,6 +78,17 @@ def test_text_goes_on_where_it_stopped(llm: LLM, shards: list[Path]) -> None:
     assert {path: path.stat().st_mtime_ns for path in shards} == kept
     assert len(documents) == 30 * len(shards)
     assert set(documents.kinds) == {CHAT, RAW}
+
+
+def test_text_of_another_folder_is_taken_over(llm: LLM, shards: list[Path], tmp_path: Path) -> None:
+    """Without its hidden states, which are computed again."""
+    assert take_text(shards[0].parent, tmp_path / "text") == len(shards)
+    taken = shard_paths(tmp_path / "text", 6000)
+    for path, shard in zip(taken, shards, strict=True):
+        assert not hidden_path(path).exists()
+        assert Documents.load(path).token_ids.tolist() == Documents.load(shard).token_ids.tolist()
+    with pytest.raises(InputError, match="holds no shards of text"):
+        take_text(tmp_path, tmp_path / "other")
 
 
 def test_given_prompts_are_answered(llm: LLM, tmp_path: Path) -> None:

@@ -45,6 +45,10 @@ def draft(
             show_default="the target makes them up",
         ),
     ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Folder of text that this target wrote before, to begin with.", show_default="none"),
+    ] = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
@@ -63,9 +67,9 @@ def draft(
     recipe = Recipe(kind=kind, size=size, num_epochs=epochs, seed=seed)
     llm = _load(target, threads)
     folder = out or draft_home(llm.fingerprint)
-    with counted_stages("writing text (tokens)", "training (steps)") as (text, steps):
-        reports = Reports(text=text, training=_TrainingLines(steps))
-        trained = produce_draft(llm, folder, recipe, tokens, prompts=prompts, reports=reports)
+    with counted_stages("writing text (tokens)", "training (steps)") as (written, steps):
+        reports = Reports(text=written, training=_TrainingLines(steps))
+        trained = produce_draft(llm, folder, recipe, tokens, prompts=prompts, text=text, reports=reports)
     if as_json:
         print_document({"folder": str(folder), "num_kept": len(trained.kept_ids), "scores": trained.scores})
     else:

@@ -21,7 +21,7 @@ from foretell.train.card import draft_card
 from foretell.train.distill import Agreement
 from foretell.train.draft import Progress, Recipe, TargetTensors, TrainedDraft, train_draft
 from foretell.train.examples import Examples, add_hidden
-from foretell.train.text import hidden_path, shard_paths, write_text
+from foretell.train.text import hidden_path, shard_paths, take_text, write_text
 
 ALWAYS_KEPT: Final = 256
 """Tokens that every draft keeps, the vocabulary's first: special tokens, and bytes in most vocabularies."""
@@ -44,7 +44,14 @@ def text_home(fingerprint: str, seed: int) -> Path:
 
 
 def produce_draft(
-    llm: LLM, out: Path, recipe: Recipe, num_tokens: int, *, prompts: Path | None = None, reports: Reports | None = None
+    llm: LLM,
+    out: Path,
+    recipe: Recipe,
+    num_tokens: int,
+    *,
+    prompts: Path | None = None,
+    text: Path | None = None,
+    reports: Reports | None = None,
 ) -> TrainedDraft:
     """Let a target write text, distil a draft from it, and write the draft with its card.
 
@@ -57,6 +64,7 @@ def produce_draft(
         recipe: how to train.
         num_tokens: of text.
         prompts: a JSON Lines file of user turns to answer, in place of made-up ones.
+        text: a folder of shards that this target has written before, to begin with.
         reports: who is told how far it is.
 
     Raises:
@@ -66,6 +74,8 @@ def produce_draft(
     reports = reports or Reports()
     _check_out(out)
     started_s = time.perf_counter()
+    if text is not None:
+        take_text(text, text_home(llm.fingerprint, recipe.seed))
     examples = _examples(llm, num_tokens, recipe.seed, prompts, reports)
     text_s = time.perf_counter() - started_s
     checkpoint = out.with_name(f"{out.name}.training.pt")

@@ -84,10 +84,9 @@ def sample_text(
     """
     folder.mkdir(parents=True, exist_ok=True)
     sampler = Sampler(draft, examples, settings or SampleSettings())
-    shards: list[Documents] = []
-    num_done = 0
+    name, shards, num_done = sampler.digest[:12], list[Documents](), 0
     while num_done < num_tokens:
-        path = folder / f"{sampler.digest[:12]}-{len(shards):04d}.npz"
+        path = folder / f"{name}-{len(shards):04d}.npz"
         if not path.is_file():
             sampler.shard(len(shards)).save(path)
         shards.append(Documents.load(path))
@@ -114,7 +113,8 @@ def draw(logits: Tensor, settings: SampleSettings, uniform: NDArray[np.float32])
     # First a block of columns, then a column of it: running sums over all would take three times as long.
     blocks = scores.softmax(-1, dtype=torch.float32).view(len(scores), -1, _DRAW_BLOCK)  # [M, K / 64, 64]
     outer = _pick(blocks.sum(-1), torch.from_numpy(uniform).to(scores.device)[:, None])
-    inner = _pick(blocks[torch.arange(len(blocks)), outer.columns[:, 0]], outer.rest)
+    rows = torch.arange(len(blocks), device=blocks.device)  # [M]
+    inner = _pick(blocks[rows, outer.columns[:, 0]], outer.rest)
     columns = outer.columns * _DRAW_BLOCK + inner.columns  # [M, 1]
     return columns[:, 0] if best is None else best.gather(-1, columns)[:, 0]
 
@@ -150,7 +150,8 @@ class Sampler:
 
     def __init__(self, draft: DraftModel, examples: Examples, settings: SampleSettings) -> None:
         self._draft, self._examples, self._settings = draft, examples, settings
-        documents = examples.documents
+        documents, window = examples.documents, draft.config.sliding_window
+        assert window is None or window > settings.length, "a window is taken to hold all that was sampled"
         num_slots = int(documents.lengths.max()) + settings.length * MAX_ROWS
         self._runner = Runner(draft, num_slots, slot_grain=_SLOT_GRAIN)
         self._regions = [self._runner.cache.allocate(num_slots) for _ in range(_BATCH)]

@@ -103,7 +103,7 @@ class Documents:
         """Write a file whole or not at all."""
         partial = path.with_suffix(f".partial-{os.getpid()}")
         with partial.open("wb") as file:
-            np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
+            np.savez_compressed(file, **{field.name: getattr(self, field.name) for field in fields(self)})
         partial.replace(path)
 
     @classmethod
@@ -174,6 +174,22 @@ def _shifted(progress: Callable[[int, int], None] | None, before: int, total: in
             progress(before + done, total)
 
     return shifted
+
+
+def take_text(source: Path, folder: Path) -> int:
+    """Copy the shards of one folder to another, but for those that are there; returns how many `source` has.
+
+    Raises:
+        InputError: `source` has none, or one is damaged.
+    """
+    paths = sorted(source.glob("shard-*.npz"))
+    if not paths:
+        raise InputError(f"{source} holds no shards of text: give a folder by `foretell train draft`")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        if not (folder / path.name).is_file():
+            Documents.load(path).save(folder / path.name)
+    return len(paths)
 
 
 def shard_paths(folder: Path, num_tokens: int) -> list[Path]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
+
+from foretell.cli.tune import Verdict
 
 from .conftest import Foretell
 
@@ -59,3 +62,22 @@ def test_doctor_reports_versions_precision_and_files(foretell: Foretell, home: P
     assert (result.returncode, result.stderr) == (0, "")
     for part in ("versions", "torch", "threads", "precision", "--dtype", "memory", str(home)):
         assert part in result.stdout
+
+
+def test_the_verdict_on_a_draft_model_says_why() -> None:
+    facts: dict[str, Any] = {
+        "plain_tokens_per_s": 40.0,
+        "tokens_per_pass": 2.0,
+        "rows_per_pass": 5.0,
+        "num_different_outputs": 0,
+    }
+    assert Verdict(drafted_tokens_per_s=80.0, **facts).draft_sentence() is None
+    priced = {**facts, "draft_pass_s": 0.03, "target_pass_s": 0.02}
+    slow = Verdict(drafted_tokens_per_s=60.0, without_draft_tokens_per_s=75.0, **priced).draft_sentence()
+    assert slow == (
+        "the draft model does not pay here: 0.80 × the speed without it, a pass of it takes 30.0 ms, one of the model "
+        "20.0 ms; use --draft none"
+    )
+    fast = Verdict(drafted_tokens_per_s=90.0, without_draft_tokens_per_s=75.0, **priced).draft_sentence()
+    assert fast is not None
+    assert fast.startswith("the draft model pays here: 1.20 × the speed without it")

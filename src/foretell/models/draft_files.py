@@ -63,6 +63,7 @@ def write_draft(
     try:
         partial.mkdir(parents=True)
         save_file(stored, partial / WEIGHTS)
+        (partial / WEIGHTS).chmod(0o644)  # the library leaves it to its owner alone
         (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
         (partial / "provenance.json").write_text(json.dumps(dict(provenance), indent=2) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from foretell.models.draft import DraftKind, DraftModel
 from foretell.passes.rows import Rows
 from foretell.passes.runner import Runner
 from foretell.train.examples import Examples
-from foretell.train.sample import Sampler, SampleSettings, draw, num_sampled, sample_text
+from foretell.train.sample import Sampler, Samples, SampleSettings, draw, sample_text
 
 EOS = 3
 KEPT = [EOS, *range(10, 50)]
@@ -63,7 +63,7 @@ def test_rows_side_by_side_see_what_they_would_alone(
 ) -> None:
     """Continuations share a document's slots; with a window, more slots lie before it than positions do."""
     draft = make_draft(kind, window)
-    found = Sampler(draft, examples, SampleSettings(temperature=0, length=11)).continue_all(np.arange(6), 0)
+    found = Sampler(draft, examples, SampleSettings(temperature=0, length=11)).continue_all(np.arange(6), 0).documents
     texts = [found[number].tolist() for number in range(len(found))]
     by_given = {tuple(text[:2]): text[2:] for text in texts}
     assert len(by_given) == len(texts)
@@ -82,11 +82,12 @@ def test_rows_side_by_side_see_what_they_would_alone(
 def test_documents_hold_two_given_tokens_and_what_the_draft_sampled(make_draft: MakeDraft, examples: Examples) -> None:
     documents = examples.documents
     sampler = Sampler(make_draft("lm"), examples, SampleSettings(length=5, temperature=2.0))
-    found = sampler.continue_all(np.array([2, 3, 4]), 0)
+    samples = sampler.continue_all(np.array([2, 3, 4]), 0)
+    found = samples.documents
     places = {tuple(documents[d][t - 2 : t].tolist()): documents.kinds[d] for d in (2, 3) for t in range(5, 69)}
     assert len(found) == 64 + 33 - 5  # of 69 tokens, the most a pass has rows for; of 33; of 5, none is an answer
     assert np.array_equal(found.answer_starts, [2] * len(found))
-    assert num_sampled(found) == len(found.token_ids) - 2 * len(found)
+    assert len(samples) == len(found.token_ids) - 2 * len(found)
     num_ended = 0
     for number, kind in enumerate(found.kinds):
         text = found[number].tolist()
@@ -98,11 +99,37 @@ def test_documents_hold_two_given_tokens_and_what_the_draft_sampled(make_draft: 
     assert num_ended > 0
 
 
+def test_choices_are_what_the_draft_would_rather_have_said(make_draft: MakeDraft, examples: Examples) -> None:
+    draft = make_draft("lm")
+    greedy = Sampler(draft, examples, GREEDY).continue_all(np.arange(6), 0)
+    assert np.array_equal(greedy.choices, greedy.documents.token_ids)
+    samples = Sampler(draft, examples, SampleSettings(length=4)).continue_all(np.arange(6), 0)
+    documents, num_other = samples.documents, 0
+    for number in range(0, len(documents), 9):
+        place = int(documents.starts[number])
+        given = documents.token_ids[place : place + 2].tolist()
+        assert samples.choices[place : place + 2].tolist() == given
+        source, start = place_of(examples, given)
+        assert samples.choices[place + 2] == plain_continuation(draft, examples, source, start, 1)[0]
+        num_other += samples.choices[place + 2] != documents.token_ids[place + 2]
+    assert num_other > 5
+
+
+def place_of(examples: Examples, given: list[int]) -> tuple[int, int]:
+    """Return the document that holds two tokens, and how many tokens lie before what follows them."""
+    for number in range(len(examples.documents)):
+        text = examples.documents[number].tolist()
+        for start in range(2, len(text)):
+            if text[start - 2 : start] == given:
+                return number, start
+    raise AssertionError(given)
+
+
 def test_equal_seeds_give_equal_samples(make_draft: MakeDraft, examples: Examples) -> None:
     def sample(seed: int, key: int) -> list[int]:
         settings = SampleSettings(length=3, seed=seed)
-        ids: list[int] = Sampler(make_draft(), examples, settings).continue_all(np.arange(4), key).token_ids.tolist()
-        return ids
+        samples = Sampler(make_draft(), examples, settings).continue_all(np.arange(4), key)
+        return samples.documents.token_ids.tolist()  # type: ignore[no-any-return]
 
     assert sample(0, 1) == sample(0, 1)
     assert sample(0, 1) != sample(0, 2)
@@ -152,14 +179,15 @@ def test_an_interrupted_run_goes_on(
     draft, folder, seen = make_draft(), tmp_path / "samples", list[tuple[int, int]]()
     settings = SampleSettings(length=4)
     whole = sample_text(draft, examples, folder, 1500, settings=settings, progress=lambda *done: seen.append(done))
-    assert num_sampled(whole) >= 1500
+    assert len(whole) >= 1500
     assert seen[-1] == (1500, 1500)
     shards = sorted(folder.iterdir())
-    assert len(shards) == len(seen) > 1
+    assert len(shards) == 2 * len(seen) > 2
     contents = [path.read_bytes() for path in shards]
     shards[-1].unlink()
     again = sample_text(draft, examples, folder, 1500, settings=settings)
-    assert np.array_equal(again.token_ids, whole.token_ids)
+    assert np.array_equal(again.documents.token_ids, whole.documents.token_ids)
+    assert np.array_equal(again.choices, whole.choices)
     assert [path.read_bytes() for path in shards] == contents
     monkeypatch.setattr(Sampler, "shard", None)  # nothing is left to sample
     sample_text(draft, examples, folder, 1500, settings=settings)
@@ -183,11 +211,23 @@ def test_shards_of_something_else_do_not_count(
 
 
 def test_a_damaged_shard_is_told(make_draft: MakeDraft, examples: Examples, tmp_path: Path) -> None:
-    sample_text(make_draft(), examples, tmp_path / "samples", 10, settings=GREEDY)
-    (path,) = (tmp_path / "samples").iterdir()
-    path.write_bytes(path.read_bytes()[:100])
+    def sample() -> Samples:
+        return sample_text(make_draft(), examples, tmp_path / "samples", 10, settings=GREEDY)
+
+    sample()
+    choices, shard = sorted((tmp_path / "samples").iterdir())
+    contents = choices.read_bytes()
+    choices.write_bytes(contents[:100])
+    with pytest.raises(InputError, match=rf"{shard.name} lacks its choices .*: delete it"):
+        sample()
+    np.save(choices, np.zeros(3, np.int32))
+    with pytest.raises(InputError, match=rf"{shard.name} has other choices beside it: delete both"):
+        sample()
+    choices.write_bytes(contents)
+    sample()
+    shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(InputError, match="is damaged"):
-        sample_text(make_draft(), examples, tmp_path / "samples", 10, settings=GREEDY)
+        sample()
 
 
 def test_texts_without_answers_are_refused(make_draft: MakeDraft, make_examples: MakeExamples, tmp_path: Path) -> None:

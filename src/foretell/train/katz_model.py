@@ -99,7 +99,7 @@ class KatzModel:
         )
 
 
-def fit_katz(documents: Documents, vocab_size: int) -> KatzModel:
+def fit_katz(documents: Documents, vocab_size: int, *, counted: NDArray[np.int32] | None = None) -> KatzModel:
     """Return the Katz-backoff trigram of these texts: every context and continuation, nothing rounded.
 
     Tokens before a document's `answer_starts` are contexts only. Counts up to 5 are discounted by Good and Turing; what
@@ -108,6 +108,7 @@ def fit_katz(documents: Documents, vocab_size: int) -> KatzModel:
     Args:
         documents: at least one token is counted.
         vocab_size: V, at most 2 million.
+        counted: what is counted at each place, after the tokens before it, instead of the token there, [M].
 
     Raises:
         InputError: there is nothing to count.
@@ -118,7 +119,7 @@ def fit_katz(documents: Documents, vocab_size: int) -> KatzModel:
     assert vocab_size**3 < 2**63
     model = KatzModel((), vocab_size)
     for order in range(MAX_ORDER + 1):
-        keys, counts = np.unique(_events(documents, order, vocab_size), return_counts=True)  # [F] each
+        keys, counts = np.unique(_events(documents, counted, order, vocab_size), return_counts=True)  # [F] each
         if order == 0 and len(keys) == 0:
             raise InputError("the text holds no token to count: give longer documents")
         _, starts = runs(keys // vocab_size)
@@ -133,16 +134,16 @@ def runs(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64
     return values[starts], np.append(starts, len(values))
 
 
-def _events(documents: Documents, order: int, vocab_size: int) -> NDArray[np.int64]:
-    """Return each counted token behind the `order` tokens before it in its document, as a key, [M]."""
+def _events(documents: Documents, counted: NDArray[np.int32] | None, order: int, vocab_size: int) -> NDArray[np.int64]:
+    """Return each counted token behind the `order` tokens before it in its document, as a key, [K]."""
     token_ids = documents.token_ids.astype(np.int64)  # [M]
     numbers = np.repeat(np.arange(len(documents)), documents.lengths)  # [M]
     places = np.arange(len(token_ids)) - documents.starts[numbers]  # [M], within the document
-    ends = np.flatnonzero(places >= np.maximum(documents.answer_starts[numbers], order))  # [M]
-    keys = np.zeros(len(ends), dtype=np.int64)  # [M]
-    for back in range(order, -1, -1):
+    ends = np.flatnonzero(places >= np.maximum(documents.answer_starts[numbers], order))  # [K]
+    keys = np.zeros(len(ends), dtype=np.int64)  # [K]
+    for back in range(order, 0, -1):
         keys = keys * vocab_size + token_ids[ends - back]
-    return keys
+    return keys * vocab_size + (token_ids if counted is None else counted)[ends]
 
 
 def _discounts(counts: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -27,11 +27,12 @@ from foretell.errors import ConfigError
 from foretell.models.config import ModelConfig
 from foretell.models.draft import DraftModel
 from foretell.passes.rows import Rows
-from foretell.passes.runner import Runner
+from foretell.passes.runner import MAX_ROWS, Runner
 from foretell.tree.shape import positional_shape
 from foretell.tree.token_tree import TokenTree
 from foretell.verify.chance import KeyedChance
 from foretell.verify.draws import DrawPlan
+from foretell.verify.filters import keep_top_k, keep_top_p
 from foretell.verify.noise import gumbel_noise_array
 
 VOCAB_SIZE, HIDDEN, EOS = 24, 16, 5
@@ -85,6 +86,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.num_rows: list[int] = []  # of each pass
 
     def __call__(self) -> float:
         return self.now_s
@@ -98,6 +100,7 @@ def engine(kind: str = "lm", context_tokens: int = 512, pass_s: float = 0.0) -> 
 
     def timed(sequences: Sequence[Rows]) -> Any:
         clock.now_s += pass_s
+        clock.num_rows.append(len(sequences[0].token_ids))
         return decode(sequences)
 
     shared.runner.decode = timed  # type: ignore[method-assign]
@@ -290,6 +293,30 @@ def test_the_best_nodes_of_all_are_proposed(kind: str) -> None:
     assert set(tree.sources[1:]) == {"draft"}
 
 
+@pytest.mark.parametrize("max_nodes", [4, 9, 14])
+def test_the_likeliest_node_is_read_first(max_nodes: int) -> None:
+    """One node a pass, until there are nodes enough."""
+    model = MODELS["lm"]
+    drafter = begun(engine(), [1, 2, 3], shape=TreeShape(max_children=3, max_width=1))
+    tree = draft(drafter, 3, max_nodes=max_nodes)
+    unread, every = {(): 0.0}, {}
+    for _ in range(drafter.work.num_passes):
+        path = max(unread, key=unread.__getitem__)
+        value = unread.pop(path)
+        for log_prob, token_id in rank(run_alone(model, [1, 2, 3, *path], None)[-1:], KEPT)[0][:3]:
+            child = value + min(log_prob, math.log(MAX_PROBABILITY))
+            if child > math.log(MIN_PATH_PROBABILITY):
+                unread[(*path, token_id)] = every[(*path, token_id)] = child
+    best = sorted(every, key=every.__getitem__, reverse=True)[:max_nodes]
+    assert set(paths(tree)) == set(best)
+
+
+def test_no_more_is_read_than_the_cache_has_room_for() -> None:
+    drafter = begun(engine(), [1, 2, 3])
+    draft(drafter, 3, max_nodes=1000, max_depth=100)
+    assert MAX_ROWS - 16 < drafter.work.num_rows <= MAX_ROWS
+
+
 def test_a_chain_is_the_drafts_own_choice_again_and_again() -> None:
     drafter = begun(engine(), [1, 2, 3], shape=CHAIN)
     tree = draft(drafter, 3, max_nodes=5)
@@ -394,6 +421,40 @@ def test_whatever_the_second_stage_says_the_draft_decides(kind: str, prompt: lis
     assert plain.keys() & staged.keys()
 
 
+def test_only_the_drafts_best_walk_counts_as_confirmed() -> None:
+    """Other foreseen nodes are read as well, but no pass is saved by them."""
+    shared = engine()
+    best, second = (token_id for _, token_id in rank(run_alone(shared.model, [1, 2, 3], None)[-1:], KEPT)[0][:2])
+    below_best, below_second = (best_choice(shared.model, [1, 2, 3, each], None)[1] for each in (best, second))
+
+    def add_second(text: list[int], tree: TokenTree, proposal: Proposal) -> None:
+        tree.add(0, second, -0.1, "oracle")
+        tree.add(1, below_second, -0.2, "oracle")
+
+    def add_both(text: list[int], tree: TokenTree, proposal: Proposal) -> None:
+        add_second(text, tree, proposal)
+        tree.add(0, best, -0.3, "oracle")
+        tree.add(3, below_best, -0.4, "oracle")
+
+    for add, paths_confirmed in ((add_second, set()), (add_both, {(best,), (best, below_best)})):
+        drafter = begun(shared, [1, 2, 3], inner=Guesses(add))
+        tree = draft(drafter, 3, max_nodes=20, max_depth=4)
+        confirmed = {path for path, node in zip(paths(tree), range(1, len(tree))) if tree.sources[node] != "draft"}
+        assert confirmed == paths_confirmed
+        assert {tree.sources[node] for node in range(1, len(tree))} <= {"draft", "draft<oracle"}
+        assert drafter.work.num_confirmed == len(paths_confirmed)
+        assert (second, below_second) in paths(tree)
+
+
+def test_nothing_is_drafted_below_eos_even_if_foreseen() -> None:
+    shared = engine()
+    eos_id = best_choice(shared.model, [1, 2, 3], None)[1]
+    drafter = begun(shared, [1, 2, 3], eos_ids=frozenset({eos_id}), inner=Guesses(foresee(shared)))
+    tree = draft(drafter, 3, max_nodes=40)
+    assert (eos_id,) in paths(tree)
+    assert not any(eos_id in path[:-1] for path in paths(tree))
+
+
 def test_a_stage_that_costs_more_than_it_saves_is_tried_rarely() -> None:
     payoff = StagePayoff()
     trials = []
@@ -422,6 +483,25 @@ def test_the_tree_beside_reaches_the_target_under_its_own_name() -> None:
     assert drafter.work.num_staged_passes == 0
 
 
+@pytest.mark.parametrize("helper", ["inner", "beside"])
+def test_a_second_stage_keeps_to_its_rows(helper: str) -> None:
+    def fan(text: list[int], tree: TokenTree, proposal: Proposal) -> None:
+        for token_id in KEPT.tolist()[: proposal.max_nodes]:
+            tree.add(0, token_id, -0.1 * token_id - 0.1, "fan")
+
+    shared, text = engine(), [1, 2, 3]
+    drafter = begun(shared, text, **{helper: Guesses(fan)})
+    for num_new in (0, 3, 14):
+        observe(drafter, text, [8] * num_new)
+        draft(drafter, text[-1], max_nodes=20)
+    first = [num_rows for num_rows in shared.clock.num_rows if num_rows > 8]  # type: ignore[attr-defined]
+    assert first == [12, 12, 14], "what must be read is read, and a stage rides where there is room"
+    assert drafter.work.num_staged_passes == 2
+    draft(drafter, text[-1], max_nodes=1)
+    draft(drafter, text[-1], max_depth=1)
+    assert drafter.work.num_staged_passes == 2, "no node that could be read would have children"
+
+
 # When to stop
 
 
@@ -436,6 +516,29 @@ def test_passes_are_read_while_they_pay() -> None:
         num_passes.append(drafter.work.num_passes)
     assert num_passes == sorted(num_passes, reverse=True)
     assert num_passes[0] > num_passes[2] > num_passes[-1] == 1
+
+
+def test_tokens_ahead_make_time_dearer() -> None:
+    """They are emitted whatever is drafted: a second that drafting takes costs them as well."""
+    num_passes = []
+    for ahead in ((), (8,) * 6):
+        shared = engine(pass_s=0.15)
+        for _ in range(3):
+            drafter = begun(shared, [1, 2, 3])
+            draft(drafter, 3, pass_s=[1.0] * 16, ahead=ahead)
+        num_passes.append(drafter.work.num_passes)
+    assert num_passes[0] > num_passes[1] == 1
+
+
+def test_a_draft_that_proves_better_than_it_thinks_goes_deeper() -> None:
+    shared = engine()
+    before = draft(begun(shared, [1, 2, 3], shape=CHAIN), 3, max_nodes=40, max_depth=40)
+    for _ in range(300):
+        shared.calibration.update(before, before.token_ids[1:])
+    after = draft(begun(shared, [1, 2, 3], shape=CHAIN), 3, max_nodes=40, max_depth=40)
+    assert len(before) < len(after)
+    assert after.log_accept[: len(before)] == before.log_accept, "the estimates are still the draft's own"
+    assert after.log_accept[-1] < math.log(MIN_PATH_PROBABILITY)
 
 
 def test_a_sure_tree_beside_needs_no_draft_model() -> None:
@@ -515,7 +618,11 @@ def test_sequences_and_forks_are_independent() -> None:
     drafters = [begun(shared, prompt, inner=Guesses(wild)) for prompt in prompts]
     for drafter, prompt in zip(drafters, prompts, strict=True):
         draft(drafter, prompt[-1])
+        observe(drafter, prompt, [7, 1], ahead=[3])
     forks = [drafter.fork() for drafter in drafters]
+    for drafter, prompt in zip([*drafters, *forks], prompts * 2, strict=True):
+        tree = draft(drafter, prompt[-1], ahead=(3,))
+        check_estimates(tree, shared.model, [*prompt, 3], states_of([*prompt, 3])[:-1])
     texts = [[*prompt] for prompt in prompts * 2]
     for index, (drafter, text) in enumerate(zip([*drafters, *forks], texts, strict=True)):
         observe(drafter, text, [index, index + 3])
@@ -607,11 +714,10 @@ def test_ranks_are_those_of_a_sort(num_rows: int, seed: int) -> None:
         assert [math.exp(value) for value, _ in choices] == pytest.approx([probs[column] for column in expected])
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.6), (5, 0.7), (99, 0.9), (1, 0.5)])
-def test_filters_leave_what_the_target_would_leave(top_k: int, top_p: float) -> None:
-    from foretell.verify.filters import keep_top_k, keep_top_p
-
-    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, (4, len(KEPT))))  # [N, K]
+@pytest.mark.parametrize("num_kept", [14, 1000])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.5), (5, 0.7), (99, 0.9), (1, 0.5)])
+def test_filters_leave_what_the_target_would_leave(num_kept: int, top_k: int, top_p: float) -> None:
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (4, num_kept)))  # [N, K]
     sampling = DraftSampling(seed=1, sequence_key=0, temperature=0.7, top_k=top_k, top_p=top_p)
     for row, filtered in zip(logits.numpy(), filter_scores(logits, sampling), strict=True):
         scores = (row / 0.7).astype(np.float32)  # [K]

@@ -131,7 +131,7 @@ class Oracle(NoDrafter):
 class Trusting(Calibration):
     """Believes every drafter, whatever happened."""
 
-    def calibrate(self, tree: TokenTree) -> TokenTree:
+    def calibrate(self, tree: TokenTree, *, is_sampled: bool = False) -> TokenTree:
         return tree
 
 

@@ -18,7 +18,7 @@ from foretell.drafters.corpus import read_corpus
 from foretell.drafters.draft_store import Target, load_draft
 from foretell.drafters.drafter import Drafter, DraftSampling
 from foretell.drafters.next_ids import NextIdsStore
-from foretell.engine.engine import Engine
+from foretell.engine.engine import CommitPolicy, Engine
 from foretell.engine.kept import Kept
 from foretell.engine.measure import quick_profile
 from foretell.engine.sequence import TARGET, DecodingSequence, Request
@@ -32,7 +32,7 @@ from foretell.models.fingerprint import model_fingerprint
 from foretell.models.load import choose_context, choose_device, choose_dtype, load_model, set_threads
 from foretell.output import OutputText
 from foretell.params import SamplingParams, generation_defaults
-from foretell.passes.runner import CompiledPass, Runner
+from foretell.passes.runner import Runner, describe_compiled
 from foretell.result import Chunk, Completion
 from foretell.text.tokenizer import Message, Tokenizer
 from foretell.verify.choose import TokenChooser
@@ -100,9 +100,8 @@ class LLM:
         self.config: ModelConfig = model_.config
         self.generation_defaults = generation_defaults(read_generation_config(files.folder))
         self.drafter = drafter
-        self._source = files.source
         self._corpus = read_corpus(corpus, self.tokenizer)
-        self.folder = files.folder
+        self._source, self.folder = files.source, files.folder
         self.fingerprint = fingerprint = model_fingerprint(files.folder, self.tokenizer, self.config.vocab_size)
         self.next_ids_store = NextIdsStore(cache_home() / "next_ids", fingerprint, self.config.vocab_size)
         self.next_ids = self.next_ids_store.find(notify)
@@ -114,13 +113,11 @@ class LLM:
             compiled = load_compiled(
                 model_, files.folder, cache_home() / "compiled", context_tokens=max_tokens, notify=notify
             )
-        if torch_device.type == "cpu":
-            use_huge_pages()
         runner = Runner(model_, max_tokens, compiled)
         self.profile_store = ProfileStore(cache_home() / "profiles")
         self.profile_key = profile_key(files, model_, is_compiled=compile)
-        profile = self.profile_store.load(self.profile_key) or quick_profile(runner, self.profile_key)
-        calibration = Calibration.from_json(profile.calibration)
+        known = self.profile_store.load(self.profile_key)
+        calibration = Calibration() if known is None else Calibration.from_json(known.calibration)
         target = Target(
             folder=files.folder,
             config=self.config,
@@ -132,8 +129,12 @@ class LLM:
             is_compiled=compile,
         )
         self.draft = load_draft(draft, target, calibration, notify)
-        is_exact = torch_dtype == torch.bfloat16 and torch_device.type == "cpu"
-        self.engine = Engine(runner, profile, calibration, "canonical" if is_exact else "copy")
+        is_cpu = torch_device.type == "cpu"
+        if is_cpu:
+            use_huge_pages()
+        profile = known or quick_profile(runner, self.profile_key)
+        commit: CommitPolicy = "canonical" if is_cpu and torch_dtype == torch.bfloat16 else "copy"
+        self.engine = Engine(runner, profile, calibration, commit)
 
     @property
     def profile(self) -> LatencyProfile:
@@ -149,7 +150,7 @@ class LLM:
             "dtype": str(runner.model.dtype).removeprefix("torch."),
             "device": str(runner.model.device),
             "threads": torch.get_num_threads(),
-            "compile": "no" if runner.compiled is None else _compiled_settings(runner.compiled),
+            "compile": "no" if runner.compiled is None else describe_compiled(runner.compiled),
             "drafter": self.drafter,
             "context_tokens": runner.context_tokens,
             "commit": self.engine.commit_policy,
@@ -235,8 +236,7 @@ class LLM:
         output, seed = OutputText(self.tokenizer, sampling.stop), _seed(sampling)
         request = self._request(prompt_ids, sampling, drafter, output, seed, 0)
         # The result rides on the last chunk. Where a stop string may drop all that a step brings, one waits for it.
-        num_waiting = 1 if sampling.stop else 0
-        return self._stream_job(request, output, seed, num_waiting, kept)
+        return self._stream_job(request, output, seed, 1 if sampling.stop else 0, kept)
 
     def _stream_job(
         self, request: Request, output: OutputText, seed: int | None, num_waiting: int, kept: Kept | None
@@ -398,8 +398,3 @@ def _draft_sampling(sampling: SamplingParams, seed: int | None, sample: int) -> 
         top_k=sampling.top_k,
         top_p=sampling.top_p,
     )
-
-
-def _compiled_settings(compiled: CompiledPass) -> str:
-    rows = ", ".join(str(bucket) for bucket in compiled.buckets)
-    return f"passes of {rows} rows, {compiled.num_bytes / 1e6:.0f} MB on disk and about as much memory"

@@ -137,3 +137,16 @@ def test_counts_of_other_buckets_are_dropped() -> None:
     calibration.update(fan([0.5]), [0])
     assert Calibration.from_json({}).to_json()["sources"] == {}
     assert Calibration.from_json(calibration.to_json() | {"num_buckets": 3}).to_json()["sources"] == {}
+
+
+def test_sampled_text_is_counted_apart() -> None:
+    calibration = Calibration()
+    for _ in range(200):
+        calibration.update(fan([0.5]), [0])
+        calibration.update(fan([0.5]), [5], is_sampled=True)
+    greedy = chances(calibration, fan([0.5]))[1]
+    sampled = math.exp(calibration.calibrate(fan([0.5]), is_sampled=True).log_accept[1])
+    assert greedy > 0.9
+    assert sampled < 0.1
+    document = json.loads(json.dumps(calibration.to_json()))
+    assert math.exp(Calibration.from_json(document).calibrate(fan([0.5]), is_sampled=True).log_accept[1]) < 0.1

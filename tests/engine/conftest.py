@@ -175,10 +175,10 @@ class RandomTrees(Scripted):
 class Free(Calibration):
     """Believes every drafter, whatever happened."""
 
-    def calibrate(self, tree: TokenTree) -> TokenTree:
+    def calibrate(self, tree: TokenTree, *, is_sampled: bool = False) -> TokenTree:
         return tree
 
-    def update(self, *args: Any) -> None: ...
+    def update(self, *args: Any, **options: Any) -> None: ...
 
 
 FLAT = LatencyProfile(key={"model": "flat"}, contexts=(0,), num_rows=(1, 16), pass_s=((1.0, 1.0),))

@@ -144,7 +144,7 @@ class Witness(Calibration):
         super().__init__()
         self.lessons: list[tuple[TokenTree, list[int]]] = []
 
-    def update(self, tree: TokenTree, token_ids: Sequence[int]) -> None:
+    def update(self, tree: TokenTree, token_ids: Sequence[int], *, is_sampled: bool = False) -> None:
         self.lessons.append((tree, list(token_ids)))
         super().update(tree, token_ids)
 

@@ -30,7 +30,8 @@ class Calibration:
     """Beta counts of "the child was right, given that its parent was", by source, rank, depth and own confidence.
 
     The estimate of a node is the posterior mean of its bucket, whose prior is the drafter's own estimate; a path's is
-    the product. It holds for any drafter, any mixture of them, and for sampling as well.
+    the product. It holds for any drafter and any mixture of them. Sampled text is counted apart from greedy text: what
+    is likely comes true less often there.
 
     Cost: about 1 µs a node, for either method.
     """
@@ -38,13 +39,13 @@ class Calibration:
     def __init__(self) -> None:
         self._counts: dict[str, _Counts] = {}
 
-    def calibrate(self, tree: TokenTree) -> TokenTree:
+    def calibrate(self, tree: TokenTree, *, is_sampled: bool = False) -> TokenTree:
         """Return the tree with `log_accept` made of calibrated conditionals; nodes keep their places."""
         raw, parents, sources = tree.log_accept, tree.parents, tree.sources
         log_accept = [0.0] * len(raw)
         buckets = _buckets(tree)
         for node in range(1, len(raw)):
-            parent, counts = parents[node], self._counts.get(sources[node])
+            parent, counts = parents[node], self._counts.get(_key(sources[node], is_sampled))
             conditional = raw[node] - raw[parent]
             if counts is not None and (tested := counts.tested[buckets[node]]):
                 right = counts.right[buckets[node]] + PRIOR_WEIGHT * math.exp(conditional)
@@ -52,7 +53,7 @@ class Calibration:
             log_accept[node] = log_accept[parent] + conditional
         return TokenTree(tree.token_ids, parents, log_accept, sources)
 
-    def update(self, tree: TokenTree, token_ids: Sequence[int]) -> None:
+    def update(self, tree: TokenTree, token_ids: Sequence[int], *, is_sampled: bool = False) -> None:
         """Learn from what came after a tree's root.
 
         Whether a node was bought does not matter: it is judged by the text, so plain steps teach as well.
@@ -60,6 +61,7 @@ class Calibration:
         Args:
             tree: as the drafter proposed it, not calibrated and not pruned.
             token_ids: the tokens that followed the root, as far as they are known; judged until they leave the tree.
+            is_sampled: whether they were drawn with a temperature above 0.
         """
         if len(tree) == 1:
             return
@@ -69,7 +71,7 @@ class Calibration:
             if node is None:
                 return
             for child_id, child in children[node].items():
-                counts = self._counts.setdefault(tree.sources[child], _Counts())
+                counts = self._counts.setdefault(_key(tree.sources[child], is_sampled), _Counts())
                 bucket = buckets[child]
                 counts.tested[bucket] = DECAY * counts.tested[bucket] + 1.0
                 counts.right[bucket] = DECAY * counts.right[bucket] + (child_id == token_id)
@@ -109,6 +111,10 @@ class _Counts:
     def __init__(self) -> None:
         self.tested = [0.0] * _NUM_BUCKETS
         self.right = [0.0] * _NUM_BUCKETS
+
+
+def _key(source: str, is_sampled: bool) -> str:
+    return f"{source} (sampled)" if is_sampled else source
 
 
 def _buckets(tree: TokenTree) -> list[int]:

@@ -47,9 +47,11 @@ class DraftEngine:
         self.widths = tuple({self.runner.padded(width): width for width in _WIDTHS}.values())
         self._weight_bytes = model.num_bytes
         self.pass_times = PassTimes()
-        self.best_child = Mean(0.6, decay=0.99)
-        """Acceptance of the best child of a node that was read, given that node's."""
-        self.asking = AskingPayoff()
+        self._learned = {is_sampled: Learned() for is_sampled in (False, True)}
+
+    def learned(self, *, is_sampled: bool) -> Learned:
+        """Return what greedy drafts have taught, or those for sampled text."""
+        return self._learned[is_sampled]
 
     def pass_s(self, num_rows: int) -> float:
         """Return the seconds that a pass of so many rows is expected to take."""
@@ -81,6 +83,15 @@ class Mean:
 
     def copy(self) -> Mean:
         return Mean(self.value, self._decay)
+
+
+class Learned:
+    """What drafts have taught of what reading brings."""
+
+    def __init__(self) -> None:
+        self.best_child = Mean(0.6, decay=0.99)
+        """Acceptance of the best child of a node that was read, given that node's."""
+        self.asking = AskingPayoff()
 
 
 class PassTimes:

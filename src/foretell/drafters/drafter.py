@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from foretell.tree.token_tree import TokenTree
-from foretell.verify.draws import DrawPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from foretell.verify.draws import DrawPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ class Expansion:
         started_s: float,
     ) -> None:
         self._engine, self._leaf_ids, self._max_read_depth = engine, leaf_ids, max_read_depth
+        self._is_sampled = proposal.sampling is not None
+        self._learned = engine.learned(is_sampled=self._is_sampled)
         self._max_nodes, self._started_s, self._max_children = proposal.max_nodes, started_s, shape.max_children
         self._widths = [width for width in engine.widths if width < shape.max_width] + [shape.max_width]
         self._num_certain = 1 + len(proposal.ahead)  # tokens that the target's pass emits without a draft
@@ -139,7 +141,7 @@ class Expansion:
 
         Source: the budget's own rule, see `foretell.hardware.budget.buy`.
         """
-        child = self._engine.best_child.value
+        child = self._learned.best_child.value
         accept = sorted([*self._accept, *(child * chance for chance in places)], reverse=True)
         num_tokens = accumulate(accept, initial=self._num_certain)
         return max(num / (draft_s + pass_s) for num, pass_s in zip(num_tokens, self._pass_s))
@@ -147,7 +149,7 @@ class Expansion:
     def _estimate(self) -> None:
         """Bring estimates up to date; nodes of `tree` have the same places in the merged one."""
         self._merged = self.tree if self._beside is None else merge([self.tree, self._beside])
-        self._estimates = self._engine.calibration.calibrate(self._merged)
+        self._estimates = self._engine.calibration.calibrate(self._merged, is_sampled=self._is_sampled)
         log_accept, parents = self._estimates.log_accept, self._merged.parents
         self._reach = log_accept[: len(self.tree)]
         accept = [math.exp(value) for value in log_accept]
@@ -156,7 +158,7 @@ class Expansion:
             self._open[parents[node]] -= accept[node]
         for node in self._news:
             child = self._best_child(node)
-            self._engine.best_child.add(0.0 if child is None else accept[child] / accept[node])
+            self._learned.best_child.add(0.0 if child is None else accept[child] / accept[node])
         self._news.clear()
 
     # Read

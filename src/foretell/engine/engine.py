@@ -220,7 +220,10 @@ class Engine:
         rule = sequence.request.rule
         if rule is not None and rule.needs_draws:
             return graft(certain, proposed)  # a draw that is dropped for what it is would bias the output
-        tree = graft(certain, self.calibration.calibrate(proposed) if rule is None else proposed)
+        if rule is None:
+            is_sampled = sequence.request.draft_sampling is not None
+            proposed = self.calibration.calibrate(proposed, is_sampled=is_sampled)
+        tree = graft(certain, proposed)
         if len(tree) == len(certain):
             return tree
         draft_s = self._clock() - started_s if rule is None else 0.0
@@ -350,7 +353,8 @@ class Engine:
             return  # acceptance under another rule says little about match
         walked = [*(tree.token_ids[row] for row in verdict.accepted), verdict.last_token]
         if draft.proposed is not None and tree.token_ids[1:first_drafted] == walked[: draft.num_provisional]:
-            self.calibration.update(draft.proposed, walked[draft.num_provisional :])
+            is_sampled = sequence.request.draft_sampling is not None
+            self.calibration.update(draft.proposed, walked[draft.num_provisional :], is_sampled=is_sampled)
 
     def _observe(
         self, sequence: DecodingSequence, emitted: list[Emission], path: list[int], logits: Tensor, hidden: Tensor

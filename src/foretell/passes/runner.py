@@ -131,6 +131,12 @@ class Runner:
         return self.model.forward(batch, visible.unbind(0))
 
 
+def describe_compiled(compiled: CompiledPass) -> str:
+    """Return what compiled passes are there, in words."""
+    rows = ", ".join(str(bucket) for bucket in compiled.buckets)
+    return f"passes of {rows} rows, {compiled.num_bytes / 1e6:.0f} MB on disk and about as much memory"
+
+
 def _regions(sequences: Sequence[Rows]) -> Tensor:
     """Return the keys and values of sequences that lie side by side, [L, B, 2 * G, C, D]."""
     pool = sequences[0].region.pool

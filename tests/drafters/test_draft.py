@@ -554,7 +554,7 @@ def test_a_sure_tree_beside_needs_no_draft_model() -> None:
         drafter, text = begun(shared, [1, 2, 3], beside=Guesses(make)), [1, 2, 3]
         for _ in range(4):
             before = drafter.work.num_passes
-            tree = draft(drafter, text[-1], max_depth=8, pass_s=[1.0] * 9)
+            tree = draft(drafter, text[-1], max_depth=8, pass_s=[1.0] * 16)
             observe(drafter, text, [8, 9])
         passes[make] = drafter.work.num_passes - before
         assert make is be_silent or set(tree.sources[1:]) == {"sure"}

@@ -88,9 +88,12 @@ class RowPacker:
         slots = starts[:, None] + np.arange(num_rows)  # [B, N]
         num_slots = visible_slots(int(starts.max()) + num_rows, self._slot_grain)
         bias = self._bias(sequences, num_rows, num_slots)  # [B, 1, N, S]
+        folded = self._fold(bias)  # [B, 1, H/G * N, S]
         local_bias, first_local_slot = None, 0
         window = self._config.sliding_window
-        if window is not None:
+        if window is not None and int(positions.max()) < window:
+            local_bias = folded  # nothing lies outside the window yet
+        elif window is not None:
             if self._skips_blocks:
                 first_local_slot = max(0, int(positions.min()) - window + 1) // BLOCK * BLOCK
             local_bias = self._fold(self._local(bias, positions, slots, starts, window)[..., first_local_slot:])
@@ -99,7 +102,7 @@ class RowPacker:
             positions=torch.from_numpy(positions).to(self._device),
             last_position=int(positions.max()),
             slots=torch.from_numpy(slots).to(self._device),
-            bias=self._fold(bias),
+            bias=folded,
             local_bias=local_bias,
             first_local_slot=first_local_slot,
             features=_pad_features(sequences, num_rows),

@@ -103,7 +103,7 @@ def test_choices_are_what_the_draft_would_rather_have_said(make_draft: MakeDraft
     draft = make_draft("lm")
     greedy = Sampler(draft, examples, GREEDY).continue_all(np.arange(6), 0)
     assert np.array_equal(greedy.choices, greedy.documents.token_ids)
-    samples = Sampler(draft, examples, SampleSettings(length=4)).continue_all(np.arange(6), 0)
+    samples = Sampler(draft, examples, SampleSettings(length=4, temperature=2.0)).continue_all(np.arange(6), 0)
     documents, num_other = samples.documents, 0
     for number in range(0, len(documents), 9):
         place = int(documents.starts[number])

@@ -82,7 +82,7 @@ def ngram(
         Path | None, typer.Option(help="The draft's folder.", show_default="where `train draft` puts it")
     ] = None,
     target: TargetOption = None,
-    samples: Annotated[int, typer.Option(help="Tokens that the draft samples at temperature 1.5.")] = 4_000_000,
+    samples: Annotated[int, typer.Option(help="Tokens that the draft samples.")] = 4_000_000,
     max_bytes: Annotated[int, typer.Option(help="Most bytes of the table.")] = 7_900_000,
     tokens: TokensOption = 1_000_000,
     seed: SeedOption = 0,

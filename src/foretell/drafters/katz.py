@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +16,8 @@ from numpy.typing import NDArray
 from foretell.drafters.drafter import Outcome, Proposal, TableDrafter
 from foretell.drafters.grow import MIN_PATH_PROBABILITY, grow
 from foretell.drafters.next_ids import id_dtype
-from foretell.errors import ConfigError, ModelError
+from foretell.drafters.table_files import DTYPES, read_metadata, refuse_other_model, write_table
+from foretell.errors import ModelError
 from foretell.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -43,13 +42,6 @@ _CACHED_BYTES: Final = 1500
 """Of one cached context, about."""
 
 _NAMES: Final = ("unigram", "bigram", "trigram")
-_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
-    "U64": np.dtype("<u8"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
-}
 _REMEDY: Final = "delete it and run `foretell train ngram`"
 
 Context = tuple[int, ...]
@@ -76,10 +68,10 @@ def level_dtypes(order: int, vocab_size: int) -> dict[str, np.dtype[Any]]:
     """Return the type of each array of a level whose contexts have `order` tokens."""
     return {
         "contexts": np.min_scalar_type(max(vocab_size**order, 2**16) - 1),
-        "starts": _DTYPES["U32"],
+        "starts": DTYPES["U32"],
         "ids": np.dtype(id_dtype(vocab_size)),
-        "codes": _DTYPES["U8"],
-        "backoff_codes": _DTYPES["U8"],
+        "codes": DTYPES["U8"],
+        "backoff_codes": DTYPES["U8"],
     }
 
 
@@ -224,29 +216,8 @@ def write_katz(path: Path, table: KatzTable, facts: Mapping[str, str]) -> None:
     """
     assert "fingerprint" in facts
     metadata = {**facts, "format_version": FORMAT, "vocab_size": str(table.vocab_size)}
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-    # Wide types first, so that every array is aligned where it is mapped.
     arrays = sorted(_arrays(table).items(), key=lambda item: (-item[1].itemsize, item[0]))
-    end = 0
-    for name, array in arrays:
-        kind = next(kind for kind, dtype in _DTYPES.items() if dtype == array.dtype)
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
-        end += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, array in arrays:
-                file.write(array.tobytes())
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; free some space") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    write_table(path, dict(arrays), dict(sorted(metadata.items())))
 
 
 def read_facts(path: Path) -> Mapping[str, str]:
@@ -255,17 +226,7 @@ def read_facts(path: Path) -> Mapping[str, str]:
     Raises:
         ModelError: the file is damaged, or of another format.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            facts: Mapping[str, str] = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{path} is truncated, corrupt or unreadable ({reason}): {_REMEDY}") from None
-    if facts.get("format_version") != FORMAT:
-        raise ModelError(f"{path} has format {facts.get('format_version')}, this version reads {FORMAT}: {_REMEDY}")
-    return facts
+    return read_metadata(path, FORMAT, _REMEDY)
 
 
 def read_katz(path: Path, fingerprint: str, vocab_size: int) -> KatzTable:
@@ -281,9 +242,7 @@ def read_katz(path: Path, fingerprint: str, vocab_size: int) -> KatzTable:
 
     Cost: 1.1 ms for 8 MB in the page cache; every number is looked at, none is copied.
     """
-    found = str(read_facts(path).get("fingerprint"))
-    if found != fingerprint:
-        raise ModelError(f"{path} belongs to model {found[:16]}, this one is {fingerprint[:16]}: {_REMEDY}")
+    refuse_other_model(path, read_facts(path), fingerprint, _REMEDY)
     levels = []
     arrays = _mapped(path)
     for order, level in enumerate(_NAMES):
@@ -310,8 +269,8 @@ def _mapped(path: Path) -> dict[str, NDArray[Any]]:
     mapped = {}
     for name, tensor in header.items():
         first, end = tensor["data_offsets"]
-        if tensor["dtype"] in _DTYPES and (begin + first) % _DTYPES[tensor["dtype"]].itemsize == 0:
-            mapped[name] = data[begin + first : begin + end].view(_DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        if tensor["dtype"] in DTYPES and (begin + first) % DTYPES[tensor["dtype"]].itemsize == 0:
+            mapped[name] = data[begin + first : begin + end].view(DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
     return mapped
 
 

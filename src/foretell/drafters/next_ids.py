@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foretell.errors import ConfigError, ModelError
+from foretell.drafters.table_files import DTYPES, opened, read_metadata, refuse_other_model, write_table
+from foretell.errors import ModelError
 
 NextIds = NDArray[np.uint16 | np.int32]
 """For each token id the target's most likely next ids, [V, K], best first."""
@@ -24,7 +22,7 @@ SHIPPED: Final = Path(__file__).parents[1] / "pretrained"
 
 _TENSOR: Final = "next_ids"
 _FILE: Final = "next_ids.safetensors"
-_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"U16": np.dtype("<u2"), "I32": np.dtype("<i4")}
+_DTYPES: Final = (DTYPES["U16"], DTYPES["I32"])
 _REMEDY: Final = "delete it and run `foretell tune`"
 
 
@@ -100,25 +98,7 @@ def write_next_ids(path: Path, table: NextIds, facts: Mapping[str, str]) -> None
         ConfigError: the file cannot be written.
     """
     assert "fingerprint" in facts
-    kind = next(name for name, dtype in _DTYPES.items() if dtype == table.dtype)
-    data = table.astype(_DTYPES[kind]).tobytes()
-    # By hand, because the library writes the facts in another order every time.
-    header = {
-        "__metadata__": {"format_version": FORMAT, **dict(sorted(facts.items()))},
-        _TENSOR: {"dtype": kind, "shape": list(table.shape), "data_offsets": [0, len(data)]},
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(len(text).to_bytes(8, "little") + text + data)
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; free some space") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    write_table(path, {_TENSOR: table}, {"format_version": FORMAT, **dict(sorted(facts.items()))})
 
 
 def read_facts(path: Path) -> Mapping[str, str]:
@@ -127,11 +107,7 @@ def read_facts(path: Path) -> Mapping[str, str]:
     Raises:
         ModelError: the file is damaged, or of another format.
     """
-    with _opened(path) as file:
-        facts: Mapping[str, str] = file.metadata() or {}
-    if facts.get("format_version") != FORMAT:
-        raise ModelError(f"{path} has format {facts.get('format_version')}, this version reads {FORMAT}: {_REMEDY}")
-    return facts
+    return read_metadata(path, FORMAT, _REMEDY)
 
 
 def read_next_ids(path: Path, fingerprint: str, vocab_size: int) -> NextIds:
@@ -145,27 +121,12 @@ def read_next_ids(path: Path, fingerprint: str, vocab_size: int) -> NextIds:
     Raises:
         ModelError: the file is damaged, of another format or of another model, or its ids are not the vocabulary's.
     """
-    found = str(read_facts(path).get("fingerprint"))
-    if found != fingerprint:
-        raise ModelError(f"{path} belongs to model {found[:16]}, this one is {fingerprint[:16]}: {_REMEDY}")
-    with _opened(path) as file:
+    refuse_other_model(path, read_facts(path), fingerprint, _REMEDY)
+    with opened(path, _REMEDY) as file:
         table: NextIds = file.get_tensor(_TENSOR)  # [V, K]
-    is_table = table.ndim == 2 and table.dtype in _DTYPES.values() and len(table) == vocab_size
+    is_table = table.ndim == 2 and table.dtype in _DTYPES and len(table) == vocab_size
     if not is_table or table.size == 0:
         raise ModelError(f"{path} holds {table.dtype} {list(table.shape)}, not [{vocab_size}, K] token ids: {_REMEDY}")
     if int(table.min()) < 0 or int(table.max()) >= vocab_size:
         raise ModelError(f"{path} holds ids outside the vocabulary of {vocab_size}: {_REMEDY}")
     return table
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; what is wrong with it is a `ModelError`, whenever it shows."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{path} is truncated, corrupt or unreadable ({reason}): {_REMEDY}") from None

@@ -66,10 +66,10 @@ class DraftModel(Llama):
         fuses = [fuse for fuse in (self.fuse_tokens, self.fuse_features) if fuse is not None]
         return super().num_bytes + sum(fuse.num_bytes for fuse in fuses)
 
-    def embed(self, batch: RowBatch) -> Tensor:
-        """Return the inputs of the first layer, [B * N, E]."""
-        tokens = super().embed(batch)  # [B * N, E]
-        if self.fuse_tokens is None or self.fuse_features is None or batch.embeddings is not None:
+    def inputs(self, batch: RowBatch) -> Tensor:
+        """Return what the first layer reads, [B * N, E]: tokens and, for kind `feature`, what stands beside them."""
+        tokens = self.embed(batch)  # [B * N, E]
+        if self.fuse_tokens is None or self.fuse_features is None:
             return tokens
         assert batch.features is not None
         normed = F.rms_norm(tokens, tokens.shape[-1:], None, self.config.norm_eps)  # [B * N, E]

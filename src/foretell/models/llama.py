@@ -64,7 +64,7 @@ class Llama:
     def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
         """Return final hidden states [B * N, E]; each layer's `keys_values` [B, 2 * G, S, D] takes the rows' own."""
         eps = self.config.norm_eps
-        hidden = self.embed(batch)  # [B * N, E]
+        hidden = self.inputs(batch)  # [B * N, E]
         rope = self._rope(batch.positions, batch.last_position)  # [B * N, 2, D]
         for layer, layer_keys_values in zip(self.layers, keys_values, strict=True):
             normed = rms_norm(hidden, layer.attention_norm, eps)  # [B * N, E]
@@ -90,6 +90,10 @@ class Llama:
         if batch.embeddings is not None:
             return batch.embeddings.reshape(-1, self.config.hidden_size)  # [B * N, E]
         return self.embedding[batch.token_ids.view(-1)].to(self.dtype)  # [B * N, E]
+
+    def inputs(self, batch: RowBatch) -> Tensor:
+        """Return what the first layer reads, [B * N, E]."""
+        return self.embed(batch)
 
     def _attention(
         self, layer: LlamaLayer, hidden: Tensor, rope: Tensor, batch: RowBatch, keys_values: Tensor

@@ -65,6 +65,7 @@ class CompiledPasses:
             batch.slots,
             batch.bias,
             batch.local_bias,
+            batch.features,  # [1, N, E], a draft model's
             *region.unbind(0),  # [1, 2 * G, C, D] each
         )
         return PassOutput(hidden[None], logits[None])  # [1, N, E], [1, N, V]
@@ -125,6 +126,7 @@ class _PassModule(torch.nn.Module):
         slots: Tensor,
         bias: Tensor,
         local_bias: Tensor | None,
+        features: Tensor | None,
         *keys_values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         num_slots = bias.shape[-1]
@@ -136,6 +138,7 @@ class _PassModule(torch.nn.Module):
             bias=bias,
             local_bias=local_bias,
             embeddings=embeddings,
+            features=features,
         )
         hidden = self.decoder.forward(batch, [layer[:, :, :num_slots] for layer in keys_values])
         return hidden, self.decoder.logits(hidden)
@@ -189,17 +192,19 @@ def _compile(model: Llama | GPT2, num_rows: int, context_tokens: int, path: Path
     shape = (1, 2 * config.num_kv_heads, 2 * num_slots, config.head_dim)
     keys_values = [torch.zeros(shape, dtype=model.dtype) for _ in range(config.num_layers)]  # [1, 2 * G, C, D]
     embeddings = torch.zeros(num_rows, config.hidden_size, dtype=model.dtype)  # [N, E]
+    features = embeddings.clone()[None] if getattr(model, "no_feature", None) is not None else None  # [1, N, E]
     seen = {3: 128 * torch.export.Dim("grains", min=1, max=16384)}  # see `visible_slots`
     held = {2: BLOCK * torch.export.Dim("capacity", min=1, max=4096)}
     exported = torch.export.export(
         _PassModule(_plain(model, context_tokens)).eval(),
-        (embeddings, positions, positions.clone(), bias, local_bias, *keys_values),
+        (embeddings, positions, positions.clone(), bias, local_bias, features, *keys_values),
         dynamic_shapes=(
             None,
             None,
             None,
             seen,
             None if local_bias is None else seen,
+            None,
             tuple(held for _ in keys_values),
         ),
         strict=False,

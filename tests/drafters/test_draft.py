@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,14 +172,13 @@ def run_alone(model: DraftModel, text: Sequence[int], hidden: Tensor | None) -> 
     """
     runner = Runner(model, 512)
     region = runner.cache.allocate(len(text) + 64)
-    rows = Rows.chain(region, text)
+    features = None
     if model.no_feature is not None:
         features = model.no_feature.repeat(len(text), 1)  # [T, E]
         if hidden is not None:
             known = hidden[: len(text) - 1]  # [M, E]
             features[1 : 1 + len(known)] = known
-        rows = replace(rows, features=features)
-    return runner.decode([rows]).logits[0, : len(text)].log_softmax(-1)  # [T, K]
+    return runner.decode([Rows.chain(region, text, features)]).logits[0, : len(text)].log_softmax(-1)  # [T, K]
 
 
 def best_choice(model: DraftModel, text: Sequence[int], hidden: Tensor | None) -> tuple[float, int]:

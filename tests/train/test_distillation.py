@@ -76,8 +76,7 @@ def test_a_trained_stream_is_a_path_of_the_running_draft(num_layers: int) -> Non
             region = runner.cache.allocate(length)
             num_emitted = place - depth + 1
             states = torch.cat((known[:num_emitted], model.no_feature.expand(depth, -1)))
-            chain = Rows.chain(region, token_ids[0, : place + 1].tolist())
-            hidden = runner.prefill(dataclasses.replace(chain, features=states))
+            hidden = runner.prefill(Rows.chain(region, token_ids[0, : place + 1].tolist(), states))
             torch.testing.assert_close(streams[depth, place], hidden[-1], atol=1e-5, rtol=1e-4)
 
 

@@ -47,7 +47,7 @@ def plain_continuation(draft: DraftModel, examples: Examples, number: int, start
             features = draft.no_feature.repeat(size, 1)  # [T, E]
             features[1:start] = examples.batch([number]).features[0, 1:start].to(features)
         region = runner.cache.allocate(size)
-        rows = Rows(region, text, range(size), np.tril(np.ones((size, size), dtype=np.bool_)), features)
+        rows = Rows.chain(region, text, features)
         logits = draft.logits(runner.prefill(rows))  # [T, K]
         runner.cache.free(region)
         text.append(KEPT[int(logits[-1].argmax())])

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foretell.cache.kv_cache import Region
@@ -16,7 +13,8 @@ from foretell.drafters.draft_engine import DraftEngine
 from foretell.drafters.drafter import DraftWork
 from foretell.passes.rows import Rows
 from foretell.passes.runner import MAX_ROWS
-from foretell.tree.token_tree import TokenTree
+from foretell.tree.pack import ancestor_bits, unpack_bits
+from foretell.tree.token_tree import TokenTree, depths
 
 _CHUNK_ROWS: Final = 256
 """Rows of a prefill chunk."""
@@ -146,26 +144,24 @@ class DraftReader:
         while region.length < end:
             start, stop = region.length, min(region.length + _CHUNK_ROWS, end)
             features = self._features_from(start)
-            rows = Rows.chain(region, self.text[start:stop])
-            if features is not None:
-                rows = replace(rows, features=features[: stop - start])  # [N, E]
+            known = None if features is None else features[: stop - start]  # [N, E]
+            rows = Rows.chain(region, self.text[start:stop], known)
             self._count(start, stop - start)
             self.engine.runner.prefill(rows)
 
     def _tip_rows(self, region: Region, ahead: Sequence[int], tree: TokenTree) -> Rows:
         start = region.length
         chain = [*self.text[start:], *ahead]
-        size = len(chain)
-        seen = [(2 << row) - 1 for row in range(size)]
-        seen += [bits << size | seen[-1] for bits in ancestor_bits(tree)[1:]]
-        depths = [*range(size), *(size - 1 + depth for depth in tree.depths()[1:])]
+        token_ids, tip = chain + tree.token_ids[1:], len(chain) - 1
+        parents = [*range(-1, tip), *(tip + parent for parent in tree.parents[1:])]
         features = self._features_from(start)
         if features is not None:
             known = features[:0] if self._ahead_features is None else self._ahead_features[: len(ahead)].to(features)
-            unknown = self._beside_tokens(len(seen) - len(features) - len(known))
+            unknown = self._beside_tokens(len(token_ids) - len(features) - len(known))
             assert unknown is not None
             features = torch.cat((features, known, unknown))  # [N, E]
-        return Rows(region, chain + tree.token_ids[1:], depths, unpack_bits(seen, len(seen)), features)
+        mask = unpack_bits(ancestor_bits(parents), len(parents))
+        return Rows(region, token_ids, depths(parents), mask, features)
 
     def _count(self, num_slots: int, num_rows: int) -> None:
         self.work.num_passes += 1
@@ -194,19 +190,3 @@ class DraftReader:
         if hidden is None:
             return no_feature.expand(num_tokens, -1)  # [*, E]
         return torch.cat((no_feature.expand(num_tokens - len(hidden), -1), hidden.to(no_feature)))  # [*, E]
-
-
-def ancestor_bits(tree: TokenTree) -> list[int]:
-    """Return for each node the bits of itself and its ancestors; node i has bit i - 1, the root none."""
-    bits = [0]
-    for node in range(1, len(tree)):
-        bits.append(bits[tree.parents[node]] | 1 << (node - 1))
-    return bits
-
-
-def unpack_bits(bits: Sequence[int], num_columns: int) -> NDArray[np.bool_]:
-    """Return [N, M]: row i has column j iff bit j of `bits[i]` is set."""
-    width = (num_columns + 7) // 8
-    packed = np.frombuffer(b"".join([row.to_bytes(width, "little") for row in bits]), dtype=np.uint8)
-    columns = np.unpackbits(packed.reshape(len(bits), width), axis=1, count=num_columns, bitorder="little")  # [N, M]
-    return columns.view(np.bool_)

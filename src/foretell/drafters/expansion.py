@@ -12,12 +12,12 @@ from typing import Final
 
 from foretell.drafters.choices import Choices
 from foretell.drafters.draft_engine import DraftEngine
-from foretell.drafters.draft_reader import ancestor_bits
 from foretell.drafters.drafter import Proposal
 from foretell.drafters.grow import MAX_PROBABILITY, MIN_PATH_PROBABILITY
 from foretell.passes.runner import MAX_ROWS
 from foretell.tree.merge import merge
-from foretell.tree.shape import best_first
+from foretell.tree.pack import ancestor_bits
+from foretell.tree.shape import best_first, subtree
 from foretell.tree.token_tree import TokenTree
 
 DRAFT: Final = "draft"
@@ -188,7 +188,7 @@ class Expansion:
         Returns:
             How many of its nodes are the draft's own best walk from the tip.
         """
-        self.num_slots, seen = len(staged) - 1, ancestor_bits(staged)
+        self.num_slots, seen = len(staged) - 1, ancestor_bits(staged.parents)
         self.take([0], choices[:1])
         places, walk, num_confirmed = {0: 0}, 0, 0
         for node in range(1, len(staged)):
@@ -199,23 +199,15 @@ class Expansion:
             if parent == walk and place == self._best_child(parent):
                 walk, num_confirmed = place, num_confirmed + 1
                 self.tree.sources[place] = f"{DRAFT}<{staged.sources[node]}"
-            places[node], self.seen[place] = place, seen[node]
+            places[node], self.seen[place] = place, seen[node] >> 1  # the tip has no slot here
             self.take([place], choices[node : node + 1])
         return num_confirmed
 
     def result(self) -> TokenTree:
         """Return the best nodes of all, with the estimates that they came with."""
-        tree = self._merged
-        if len(tree) <= self._max_nodes + 1:
-            return tree
-        kept = sorted(best_first(self._estimates)[: self._max_nodes + 1])
-        places = {node: place for place, node in enumerate(kept)}
-        return TokenTree(
-            [tree.token_ids[node] for node in kept],
-            [-1, *(places[tree.parents[node]] for node in kept[1:])],
-            [tree.log_accept[node] for node in kept],
-            [tree.sources[node] for node in kept],
-        )
+        if len(self._merged) <= self._max_nodes + 1:
+            return self._merged
+        return subtree(self._merged, best_first(self._estimates)[: self._max_nodes + 1])
 
     def _add_children(self, node: int, found: Choices) -> None:
         tree, depth = self.tree, self.depths[node] + 1

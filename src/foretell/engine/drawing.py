@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
 from foretell.hardware.budget import buy
 from foretell.tree.pack import PackedTree
 from foretell.tree.shape import Shape, positional_shape
+from foretell.tree.token_tree import depths
 from foretell.verify.match import Verdict
 
 LEVEL_SHARE: Final = 0.1
@@ -49,9 +51,6 @@ class DrawnAcceptance:
         """
         acceptance = [accepted / tested for accepted, tested in zip(self._accepted, self._tested, strict=True)]
         shape = positional_shape(acceptance, min(max_nodes, len(pass_s) - 1), max_depth)
-        depths, deepest, step_s = [0], 0, [pass_s[0]]
-        for node in range(1, len(shape)):
-            depths.append(depths[shape.parents[node]] + 1)
-            deepest = max(deepest, depths[node])
-            step_s.append(pass_s[node] + deepest * LEVEL_SHARE * pass_s[0])
+        deepest = accumulate(depths(shape.parents), max)  # of the first 1, 2, … nodes
+        step_s = [seconds + depth * LEVEL_SHARE * pass_s[0] for seconds, depth in zip(pass_s, deepest)]
         return shape.first(buy(shape.log_accept, step_s, 0.0).num_nodes)

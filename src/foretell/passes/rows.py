@@ -36,10 +36,10 @@ class Rows:
     """[N, E]: what a draft model reads beside the tokens, see `foretell.models.draft`."""
 
     @classmethod
-    def chain(cls, region: Region, token_ids: Sequence[int]) -> Rows:
+    def chain(cls, region: Region, token_ids: Sequence[int], features: Tensor | None = None) -> Rows:
         """Return rows that follow each other: a prefill chunk."""
         size = len(token_ids)
-        return cls(region, token_ids, range(size), np.tril(np.ones((size, size), dtype=np.bool_)))
+        return cls(region, token_ids, range(size), np.tril(np.ones((size, size), dtype=np.bool_)), features)
 
 
 class RowPacker:

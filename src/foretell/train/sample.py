@@ -266,8 +266,7 @@ class Sampler:
         num_read = int(starts.max())
         features = self._features(number, num_read)
         cache.truncate(region, 0)
-        seen = np.tril(np.ones((num_read, num_read), dtype=np.bool_))  # [C, C]
-        rows = Rows(region, text[:num_read].tolist(), range(num_read), seen, features)
+        rows = Rows.chain(region, text[:num_read].tolist(), features)
         hidden = self._runner.prefill(rows)[torch.from_numpy(starts - 1)]  # [R, E]
         own = np.tile(np.eye(len(starts), dtype=np.bool_), self._settings.length)  # [R, length * R]
         mask = np.concatenate((np.arange(num_read) < starts[:, None], own), 1)  # [R, C + length * R]

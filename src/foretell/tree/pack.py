@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,14 +39,7 @@ class PackedTree:
 
     def mask(self) -> NDArray[np.bool_]:
         """Return bool [N, N]: row i sees column j iff j is i or an ancestor of i."""
-        size = len(self.parents)
-        width = (size + 7) // 8
-        seen: list[int] = []  # one bit per visible row
-        for row, parent in enumerate(self.parents):
-            seen.append(1 << row | (seen[parent] if parent >= 0 else 0))
-        packed = np.frombuffer(b"".join([bits.to_bytes(width, "little") for bits in seen]), dtype=np.uint8)
-        rows = np.unpackbits(packed.reshape(size, width), axis=1, count=size, bitorder="little")  # [N, N]
-        return rows.view(np.bool_)
+        return unpack_bits(ancestor_bits(self.parents), len(self.parents))
 
 
 def pack(tree: TokenTree) -> PackedTree:
@@ -80,6 +74,22 @@ def pack(tree: TokenTree) -> PackedTree:
         [tree.log_accept[node] for node in order.nodes],
         None if tree.draws is None else {rows[node]: draws for node, draws in tree.draws.items()},
     )
+
+
+def ancestor_bits(parents: Sequence[int]) -> list[int]:
+    """Return for each node the bits of itself and its ancestors; bit i is node i's, the root is node 0."""
+    bits = [1]
+    for node in range(1, len(parents)):
+        bits.append(bits[parents[node]] | 1 << node)
+    return bits
+
+
+def unpack_bits(bits: Sequence[int], num_columns: int) -> NDArray[np.bool_]:
+    """Return [N, M]: row i has column j iff bit j of `bits[i]` is set."""
+    width = (num_columns + 7) // 8
+    packed = np.frombuffer(b"".join([row.to_bytes(width, "little") for row in bits]), dtype=np.uint8)
+    columns = np.unpackbits(packed.reshape(len(bits), width), axis=1, count=num_columns, bitorder="little")  # [N, M]
+    return columns.view(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

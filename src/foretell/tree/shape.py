@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from foretell.tree.draws import Draws
-from foretell.tree.token_tree import TokenTree
+from foretell.tree.token_tree import TokenTree, depths
 
 
 def best_first(tree: TokenTree) -> list[int]:
@@ -25,14 +25,17 @@ def best_first(tree: TokenTree) -> list[int]:
 
 
 def prune(tree: TokenTree, num_nodes: int) -> TokenTree:
-    """Return the best `num_nodes` nodes, root included, in the order they have in `tree`; at least the root.
+    """Return the best `num_nodes` nodes, root included, in the order they have in `tree`; at least the root."""
+    return tree if num_nodes >= len(tree) else subtree(tree, best_first(tree)[: max(num_nodes, 1)])
+
+
+def subtree(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
+    """Return these nodes, the root and every node's parent among them, in the order they have in `tree`.
 
     Children stay drawn where those kept are the first that were drawn, and become deterministic elsewhere. That is
-    sound only if the estimates are blind to what was drawn; see `Draws`.
+    sound only if the choice of nodes is blind to what was drawn; see `Draws`.
     """
-    if num_nodes >= len(tree):
-        return tree
-    kept = sorted(best_first(tree)[: max(num_nodes, 1)])
+    kept = sorted(nodes)
     places = {node: place for place, node in enumerate(kept)}
     places[-1] = -1
     return TokenTree(
@@ -58,10 +61,7 @@ class Shape:
     @property
     def depth(self) -> int:
         """The deepest node's distance from the root."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return max(depths)
+        return max(depths(self.parents))
 
     def first(self, num_nodes: int) -> Shape:
         """Return the best `num_nodes` nodes, root included."""

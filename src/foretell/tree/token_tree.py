@@ -53,10 +53,7 @@ class TokenTree:
 
     def depths(self) -> list[int]:
         """Return each node's distance from the root."""
-        depths = [0] * len(self)
-        for node in range(1, len(self)):
-            depths[node] = depths[self.parents[node]] + 1
-        return depths
+        return depths(self.parents)
 
     def children(self) -> list[dict[int, int]]:
         """Return for each node its children as `{token id: node}`."""
@@ -72,3 +69,11 @@ class TokenTree:
             path.append(node)
             node = self.parents[node]
         return path[::-1]
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Return the distance from the root of each node, given its parent's index; the root comes first."""
+    distances = [0]
+    for node in range(1, len(parents)):
+        distances.append(distances[parents[node]] + 1)
+    return distances

@@ -167,6 +167,10 @@ def test_a_trained_draft_is_found_by_its_folder(llm: LLM, draft: Path) -> None:
 
 def test_a_table_for_the_draft(llm: LLM, draft: Path) -> None:
     scores = produce_ngram(llm, draft, num_tokens=2000, max_bytes=100_000, seed=0, text_tokens=6000)
+    produce_ngram(llm, draft, num_tokens=2000, max_bytes=100_000, seed=0, text_tokens=6000)
+    card = (draft / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("# Draft for ")
+    assert card.count("## Its trigram table") == 1
     assert scores
     assert (draft / "ngram.safetensors").stat().st_size <= 100_000
     with_draft = LLM(llm.folder, dtype="float32", threads=1, draft=draft)

@@ -32,6 +32,21 @@ Kept ids cover {chat_coverage:.1%} of the choices in chat and {raw_coverage:.1%}
 alone would yield {chat_chain:.2f} and {raw_chain:.2f} tokens a pass.
 """
 
+NGRAM_HEADING: Final = "\n## Its trigram table\n"
+
+_NGRAM: Final = """
+`ngram.safetensors`, {megabytes:.1f} MB: ranked continuations of {num_trigrams:,} contexts of two tokens and
+{num_bigrams:,} of one, discounted and backed off after Katz, for the drafter that drafts for this draft. Its size is
+that of the contexts which {num_sampled:,} sampled tokens showed; it is mapped, not read.
+
+| | |
+|---|---|
+| made by | `{command}` |
+| with | foretell {foretell}, torch {torch}; {minutes:.0f} minutes |
+| holds the draft's choice | best {best:.1%}, best four {best_four:.1%}, of {num_tested:,} held-out places |
+| a lookup | {lookup_us:.1f} µs, repeated {cached_lookup_us:.2f} µs |
+"""
+
 
 def draft_card(facts: Mapping[str, Any]) -> str:
     """Return the card, Markdown, from a draft's provenance."""
@@ -58,6 +73,25 @@ def draft_card(facts: Mapping[str, Any]) -> str:
         raw_coverage=scores["raw"]["coverage"],
         chat_chain=scores["chat"]["chain_tokens_per_pass"],
         raw_chain=scores["raw"]["chain_tokens_per_pass"],
+    )
+
+
+def ngram_section(facts: Mapping[str, Any]) -> str:
+    """Return what a draft's card says of its trigram table, Markdown, from `ngram.json`."""
+    return NGRAM_HEADING + _NGRAM.format(
+        megabytes=facts["file_bytes"] / 1e6,
+        num_trigrams=facts["num_trigram_contexts"],
+        num_bigrams=facts["num_bigram_contexts"],
+        num_sampled=facts["num_sampled"],
+        command=facts["command"],
+        foretell=facts["foretell"],
+        torch=facts["torch"],
+        minutes=facts["sampling_s"] / 60,
+        best=facts["agreement"]["1"],
+        best_four=facts["agreement"]["4"],
+        num_tested=facts["num_tested"],
+        lookup_us=facts["lookup_us"],
+        cached_lookup_us=facts["cached_lookup_us"],
     )
 
 

@@ -17,7 +17,7 @@ from foretell.llm import LLM
 from foretell.models.draft_files import WEIGHTS, is_draft, read_draft, read_draft_facts, write_draft
 from foretell.models.files import cache_home
 from foretell.provenance import provenance
-from foretell.train.card import draft_card
+from foretell.train.card import NGRAM_HEADING, draft_card, ngram_section
 from foretell.train.distill import Agreement
 from foretell.train.draft import Progress, Recipe, TargetTensors, TrainedDraft, train_draft
 from foretell.train.examples import Examples, add_hidden
@@ -157,7 +157,11 @@ def produce_ngram(
         progress=reports.sampling,
     )
     scores = asdict(report)
-    (folder / "ngram.json").write_text(json.dumps({**facts, **scores}, indent=2, default=str) + "\n", encoding="utf-8")
+    document = json.dumps({**facts, **scores}, indent=2, default=str)
+    (folder / "ngram.json").write_text(document + "\n", encoding="utf-8")
+    card = folder / "README.md"
+    before = card.read_text(encoding="utf-8").partition(NGRAM_HEADING)[0] if card.is_file() else ""
+    card.write_text(before + ngram_section(json.loads(document)), encoding="utf-8")
     return scores
 
 

@@ -81,8 +81,7 @@ class DraftModelDrafter:
             return self._without_draft(proposal)
         beside = None if self._beside is None else self._beside.propose(proposal)
         expansion = Expansion(proposal, self._engine, self._shape, self._eos_ids, num_levels - 1, beside, started_s)
-        asking = self._engine.learned(is_sampled=proposal.sampling is not None).asking
-        before = expansion.promise()
+        asking, before = expansion.learned.asking, expansion.promise()
         if beside is not None and not asking.is_due(before.num_tokens):
             return beside
         self._read_tip(expansion, proposal, num_levels - 1, beside)

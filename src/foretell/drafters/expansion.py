@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
-from operator import attrgetter
 from typing import Final
 
 from foretell.drafters.choices import Choices
@@ -80,7 +79,7 @@ class Expansion:
     ) -> None:
         self._engine, self._leaf_ids, self._max_read_depth = engine, leaf_ids, max_read_depth
         self._is_sampled = proposal.sampling is not None
-        self._learned = engine.learned(is_sampled=self._is_sampled)
+        self.learned = engine.learned(is_sampled=self._is_sampled)
         self._max_nodes, self._started_s, self._max_children = proposal.max_nodes, started_s, shape.max_children
         self._widths = [width for width in engine.widths if width < shape.max_width] + [shape.max_width]
         self._num_certain = 1 + len(proposal.ahead)  # tokens that the target's pass emits without a draft
@@ -93,7 +92,7 @@ class Expansion:
         self._news: list[int] = []  # nodes read since the last estimates
         self._merged = self._estimates = self.tree
         self._reach = [0.0]  # estimates of the nodes of `tree`; a new one's is its parent's and the draft's own
-        self._accept: list[float] = []  # of the merged tree's nodes but the root
+        self._accept: list[float] = []  # of the merged tree's nodes but the root, the largest first
         self._open: list[float] = []  # chance that the text comes to a node and leaves it by none of its children
         self._estimate()
 
@@ -101,18 +100,9 @@ class Expansion:
 
     def promise(self) -> Promise:
         """Return what the step would bring if drafting ended now."""
-        self._estimate()
-        accept = sorted(self._accept, reverse=True)
         if not self._pass_s:
-            return Promise(self._num_certain + sum(accept), 1.0)
-        draft_s = self._engine.clock() - self._started_s
-        return max(
-            (
-                Promise(num_tokens, num_tokens / (draft_s + pass_s))
-                for num_tokens, pass_s in zip(accumulate(accept, initial=float(self._num_certain)), self._pass_s)
-            ),
-            key=attrgetter("tokens_per_s"),
-        )
+            return Promise(self._num_certain + sum(self._accept), 1.0)
+        return self._promise((), self._engine.clock() - self._started_s)
 
     def next_nodes(self) -> list[int]:
         """Return the nodes that the next pass should read; none where it would not pay.
@@ -120,31 +110,32 @@ class Expansion:
         The more acceptance a node has that its children do not cover, the sooner it is read. A pass is expected to give
         each a child of average quality, so it pays if the tree with those children brings more tokens a second.
         """
-        self._estimate()
         width = min(self._widths[-1], _MAX_READ - self.num_slots)
         ranked = nlargest(width, self._unread, key=self._open.__getitem__)
         if not ranked or not self._pass_s:
             return ranked[: self._widths[0]] if len(self._merged) <= self._max_nodes else []
         spent_s = self._engine.clock() - self._started_s
-        best_rate, best = self._rate((), spent_s), 0
+        best_rate, best = self._promise((), spent_s).tokens_per_s, 0
         for width in self._widths:
             hoped_for = [self._open[node] for node in ranked[:width]]
-            rate = self._rate(hoped_for, spent_s + self._engine.pass_s(width))
+            rate = self._promise(hoped_for, spent_s + self._engine.pass_s(width)).tokens_per_s
             if rate > best_rate:
                 best_rate, best = rate, width
             if width >= len(ranked):
                 break
         return ranked[:best]
 
-    def _rate(self, places: Sequence[float], draft_s: float) -> float:
-        """Return the best tokens per second of the tree, with an average child in each of these open places.
+    def _promise(self, places: Sequence[float], draft_s: float) -> Promise:
+        """Return the best that the tree may bring, with an average child in each of these open places.
 
         Source: the budget's own rule, see `foretell.hardware.budget.buy`.
         """
-        child = self._learned.best_child.value
+        child = self.learned.best_child.value
         accept = sorted([*self._accept, *(child * chance for chance in places)], reverse=True)
-        num_tokens = accumulate(accept, initial=self._num_certain)
-        return max(num / (draft_s + pass_s) for num, pass_s in zip(num_tokens, self._pass_s))
+        num_tokens = list(accumulate(accept, initial=float(self._num_certain)))
+        rates = [num / (draft_s + pass_s) for num, pass_s in zip(num_tokens, self._pass_s)]
+        best = rates.index(max(rates))
+        return Promise(num_tokens[best], rates[best])
 
     def _estimate(self) -> None:
         """Bring estimates up to date; nodes of `tree` have the same places in the merged one."""
@@ -153,12 +144,12 @@ class Expansion:
         log_accept, parents = self._estimates.log_accept, self._merged.parents
         self._reach = log_accept[: len(self.tree)]
         accept = [math.exp(value) for value in log_accept]
-        self._open, self._accept = accept.copy(), accept[1:]
+        self._open, self._accept = accept.copy(), sorted(accept[1:], reverse=True)
         for node in range(1, len(parents)):
             self._open[parents[node]] -= accept[node]
         for node in self._news:
             child = self._best_child(node)
-            self._learned.best_child.add(0.0 if child is None else accept[child] / accept[node])
+            self.learned.best_child.add(0.0 if child is None else accept[child] / accept[node])
         self._news.clear()
 
     # Read
@@ -172,14 +163,12 @@ class Expansion:
         return [self.seen[node] for node in nodes]
 
     def take(self, nodes: Sequence[int], choices: Sequence[Choices]) -> None:
-        """Add the children of nodes that a pass has read."""
-        read = set(nodes)
-        self._unread = [node for node in self._unread if node not in read]
-        for node, found in zip(nodes, choices, strict=True):
-            self._add_children(node, found)
+        """Add the children of nodes that a pass has read, and bring estimates up to date."""
+        self._add_all(nodes, choices)
+        self._estimate()
 
     def take_staged(self, staged: TokenTree, choices: Sequence[Choices]) -> int:
-        """Add the children of the tip, and of every staged node that is itself among the children added so.
+        """Do the same for the tip, and for every staged node that is itself among the children added so.
 
         Args:
             staged: the second stage's tree below the tip, all of it read.
@@ -189,7 +178,7 @@ class Expansion:
             How many of its nodes are the draft's own best walk from the tip.
         """
         self.num_slots, seen = len(staged) - 1, ancestor_bits(staged.parents)
-        self.take([0], choices[:1])
+        self._add_all([0], choices[:1])
         places, walk, num_confirmed = {0: 0}, 0, 0
         for node in range(1, len(staged)):
             parent = places.get(staged.parents[node])
@@ -200,7 +189,8 @@ class Expansion:
                 walk, num_confirmed = place, num_confirmed + 1
                 self.tree.sources[place] = f"{DRAFT}<{staged.sources[node]}"
             places[node], self.seen[place] = place, seen[node] >> 1  # the tip has no slot here
-            self.take([place], choices[node : node + 1])
+            self._add_all([place], choices[node : node + 1])
+        self._estimate()
         return num_confirmed
 
     def result(self) -> TokenTree:
@@ -208,6 +198,12 @@ class Expansion:
         if len(self._merged) <= self._max_nodes + 1:
             return self._merged
         return subtree(self._merged, best_first(self._estimates)[: self._max_nodes + 1])
+
+    def _add_all(self, nodes: Sequence[int], choices: Sequence[Choices]) -> None:
+        read = set(nodes)
+        self._unread = [node for node in self._unread if node not in read]
+        for node, found in zip(nodes, choices, strict=True):
+            self._add_children(node, found)
 
     def _add_children(self, node: int, found: Choices) -> None:
         tree, depth = self.tree, self.depths[node] + 1

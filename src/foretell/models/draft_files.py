@@ -39,7 +39,7 @@ def write_draft(
     card: str,
     provenance: Mapping[str, Any],
 ) -> None:
-    """Write a draft whole or not at all; a folder that is there is replaced.
+    """Write a draft, each file whole or not at all; what else lies in the folder, such as a table, stays.
 
     Args:
         folder: gets `config.json`, `draft.safetensors`, `README.md` and `provenance.json`.
@@ -67,8 +67,8 @@ def write_draft(
         (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
         (partial / "provenance.json").write_text(json.dumps(dict(provenance), indent=2) + "\n", encoding="utf-8")
-        for file in partial.iterdir():  # what else lies in the folder, such as a table, stays
-            folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        for file in partial.iterdir():
             file.replace(folder / file.name)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another place") from None
@@ -136,17 +136,19 @@ def read_draft(
         if len(kept_ids) != facts["num_kept"] or int(kept_ids.max()) >= target.vocab_size or int(kept_ids.min()) < 0:
             raise ValueError("kept ids")
         with WeightReader(target_folder) as reader:
-            embedding = reader.get_mapped(_embedding_name(reader))  # [V, E]
-            has_head = not target.tie_embeddings and reader.has("lm_head.weight")
-            head = reader.get("lm_head.weight") if has_head else embedding  # [V, E]
-            tensors |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head[kept_ids]}
+            embedding_name, head_name = shared_names(reader, target)
+            tensors["model.embed_tokens.weight"] = reader.get_mapped(embedding_name)  # [V, E]
+            tensors["lm_head.weight"] = reader.get(head_name)[kept_ids]  # [K, E]
             return DraftModel(config, tensors, kept_ids.numpy(), dtype, device)
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} does not hold what {CONFIG} says ({error}): {REMEDY}") from None
 
 
-def _embedding_name(reader: WeightReader) -> str:
-    return "model.embed_tokens.weight" if reader.has("model.embed_tokens.weight") else "wte.weight"
+def shared_names(reader: WeightReader, target: ModelConfig) -> tuple[str, str]:
+    """Return the names of a target's embedding and of its head; they are equal where the head is tied to it."""
+    embedding = "model.embed_tokens.weight" if reader.has("model.embed_tokens.weight") else "wte.weight"
+    has_head = not target.tie_embeddings and reader.has("lm_head.weight")
+    return embedding, "lm_head.weight" if has_head else embedding
 
 
 def _body(folder: Path, facts: Mapping[str, Any]) -> ModelConfig:

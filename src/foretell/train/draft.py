@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from foretell.errors import ConfigError, InputError
 from foretell.models.config import SLIDING, ModelConfig
 from foretell.models.draft import DraftKind
+from foretell.models.draft_files import shared_names
 from foretell.models.weights import WeightReader
 from foretell.train.distill import Agreement, choose_kept_ids, distill, measure_agreement, run_module
 from foretell.train.draft_module import DraftModule
@@ -96,10 +98,9 @@ class TargetTensors:
     def read(cls, config: ModelConfig, folder: Path) -> TargetTensors:
         """Return the target's embedding and head, bfloat16."""
         with WeightReader(folder) as reader:
-            name = "model.embed_tokens.weight" if reader.has("model.embed_tokens.weight") else "wte.weight"
+            name, head_name = shared_names(reader, config)
             embedding = reader.get(name).bfloat16().clone()  # [V, E]
-            has_head = not config.tie_embeddings and reader.has("lm_head.weight")
-            head = reader.get("lm_head.weight").bfloat16().clone() if has_head else embedding  # [V, E]
+            head = embedding if head_name == name else reader.get(head_name).bfloat16().clone()  # [V, E]
         return cls(config, folder, embedding, head)
 
 
@@ -196,31 +197,31 @@ def train_draft(
     key = {**asdict(recipe), "num_documents": len(examples.documents), "num_steps": num_steps}
     state = _resume(target, examples, recipe, checkpoint, key, always_kept)
     head = target.head[state.kept_ids]  # [K, E]
-    while state.step < num_steps:
-        epoch, offset = divmod(state.step, steps_per_epoch)
-        batches = examples.batches(training, recipe.batch_size, recipe.seed + 1 + epoch)
-        for index, batch in enumerate(batches):
-            if index < offset:
-                continue
-            started_s = clock()
-            for group in state.optimizer.param_groups:
-                group["lr"] = recipe.learning_rate * _schedule(state.step, num_steps)
-            streams = recipe.streams_at(state.step / num_steps)
-            loss = _take_step(state, batch, target.embedding, head, streams, recipe.sharpness)
-            state.step += 1
-            state.losses = [*state.losses[-99:], loss]
-            state.elapsed_s += clock() - started_s
-            told = Progress(state.step, num_steps, sum(state.losses) / len(state.losses), state.elapsed_s)
-            if state.step % evaluate_every == 0 or state.step == num_steps:
-                told.chat, told.raw = (_evaluate(state, examples, target, kind, recipe) for kind in (CHAT, RAW))
-                _save(checkpoint, state, key)
-            if progress is not None:
-                progress(told)
-            if state.step >= num_steps:
-                break
+    first, num_done = divmod(state.step, steps_per_epoch)
+    epochs = (
+        examples.batches(training, recipe.batch_size, recipe.seed + 1 + epoch, skip=num_done if epoch == first else 0)
+        for epoch in count(first)
+    )
+    agreement = None
+    for batch in islice(chain.from_iterable(epochs), num_steps - state.step):
+        started_s = clock()
+        for group in state.optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _schedule(state.step, num_steps)
+        streams = recipe.streams_at(state.step / num_steps)
+        loss = _take_step(state, batch, target.embedding, head, streams, recipe.sharpness)
+        state.step += 1
+        state.losses = [*state.losses[-99:], loss]
+        state.elapsed_s += clock() - started_s
+        told = Progress(state.step, num_steps, sum(state.losses) / len(state.losses), state.elapsed_s)
+        if state.step % evaluate_every == 0 or state.step == num_steps:
+            agreement = told.chat, told.raw = _evaluate(state, examples, target, recipe)
+            _save(checkpoint, state, key)
+        if progress is not None:
+            progress(told)
+    chat, raw = agreement or _evaluate(state, examples, target, recipe)  # a run may have only the files left to write
     scores = {
-        "chat": asdict(_evaluate(state, examples, target, CHAT, recipe)),
-        "raw": asdict(_evaluate(state, examples, target, RAW, recipe)),
+        "chat": asdict(chat),
+        "raw": asdict(raw),
         "loss": sum(state.losses) / max(1, len(state.losses)),
         "training_s": round(state.elapsed_s),
         "num_steps": num_steps,
@@ -248,11 +249,21 @@ def _take_step(
     return gradient.loss
 
 
-def _evaluate(state: _State, examples: Examples, target: TargetTensors, kind: int, recipe: Recipe) -> Agreement:
+def _evaluate(state: _State, examples: Examples, target: TargetTensors, recipe: Recipe) -> tuple[Agreement, Agreement]:
+    """Return how well the draft does in chat and in raw text."""
     state.module.eval()
-    numbers = examples.held_out(kind)[:96]
-    batches = examples.batches(numbers, 8)
-    return measure_agreement(state.module, batches, target.embedding, target.head, state.kept_ids, recipe.streams)
+    chat, raw = (
+        measure_agreement(
+            state.module,
+            examples.batches(examples.held_out(kind)[:96], 8),
+            target.embedding,
+            target.head,
+            state.kept_ids,
+            recipe.streams,
+        )
+        for kind in (CHAT, RAW)
+    )
+    return chat, raw
 
 
 def _schedule(step: int, num_steps: int) -> float:

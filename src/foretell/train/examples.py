@@ -72,18 +72,22 @@ class Examples:
         chosen: NDArray[np.int64] = numbers[(numbers % HELD_OUT == 0) & is_greedy & (documents.lengths > 2)]
         return chosen
 
-    def batches(self, numbers: NDArray[np.int64], batch_size: int, seed: int | None = None) -> Iterator[Batch]:
-        """Yield every document once, those of like length together; in another order for each seed."""
+    def batches(
+        self, numbers: NDArray[np.int64], batch_size: int, seed: int | None = None, *, skip: int = 0
+    ) -> Iterator[Batch]:
+        """Yield every document once, those of like length together; in another order for each seed.
+
+        `skip`: batches to leave out at the start.
+        """
         lengths = self.documents.lengths[numbers]
         if seed is None:
             order = np.argsort(lengths, kind="stable")
-            for start in range(0, len(order), batch_size):
-                yield self.batch(numbers[order[start : start + batch_size]])
-            return
-        random = np.random.default_rng(seed)
-        order = np.argsort(lengths + random.uniform(0, 24, len(lengths)), kind="stable")
-        starts = np.arange(0, len(order) - batch_size + 1, batch_size)
-        for start in random.permutation(starts):
+            starts = np.arange(0, len(order), batch_size)
+        else:
+            random = np.random.default_rng(seed)
+            order = np.argsort(lengths + random.uniform(0, 24, len(lengths)), kind="stable")
+            starts = random.permutation(np.arange(0, len(order) - batch_size + 1, batch_size))
+        for start in starts[skip:]:
             yield self.batch(numbers[order[start : start + batch_size]])
 
     def batch(self, numbers: Sequence[int] | NDArray[np.int64]) -> Batch:

@@ -26,8 +26,6 @@ from foretell.train.text import hidden_path, shard_paths, take_text, write_text
 ALWAYS_KEPT: Final = 256
 """Tokens that every draft keeps, the vocabulary's first: special tokens, and bytes in most vocabularies."""
 
-Notify = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reports:

@@ -19,7 +19,6 @@ from foretell.engine.engine import Engine
 from foretell.engine.sequence import DecodingSequence, Request
 from foretell.errors import InputError
 from foretell.llm import LLM
-from foretell.passes.rows import Rows
 from foretell.passes.runner import Runner
 from foretell.train.scripts import (
     OPENINGS,
@@ -268,23 +267,23 @@ class _Writer:
     ) -> list[_Text]:
         """Return the texts that the scripts draw, in order. All begin with the same prompt, computed once."""
         engine = self._engine
-        prompt_hidden = self._prompt_hidden(prompt_ids)  # [P - 1, E]
-        template = engine.start(
-            self._request(prompt_ids, ScriptedChooser([]))
-        )  # never steps: others are forked from it
+        begun = _Recorder()
+        # The template never steps: others are forked from it.
+        template = engine.start(self._request(prompt_ids, ScriptedChooser([]), begun))
         active: dict[DecodingSequence, int] = {}
         texts: dict[int, _Text] = {}
         num_done = 0
         try:
             for start in range(0, len(scripts), _BATCH):
                 for number in range(start, min(start + _BATCH, len(scripts))):
-                    active[engine.fork(template, self._request(prompt_ids, scripts[number]))] = number
+                    request = self._request(prompt_ids, scripts[number], begun.fork())
+                    active[engine.fork(template, request)] = number
                 while active:
                     engine.step(list(active))
                     for sequence in [sequence for sequence in active if sequence.is_finished]:
                         recorder = sequence.request.drafter
                         assert isinstance(recorder, _Recorder)
-                        hidden = torch.cat([prompt_hidden, *recorder.hidden, torch.zeros_like(recorder.hidden[0])])
+                        hidden = torch.cat([*recorder.hidden, torch.zeros_like(recorder.hidden[-1])])  # [T, E]
                         texts[active.pop(sequence)] = _Text(sequence.token_ids, hidden)
                         num_done += len(sequence.token_ids)
                         engine.finish(sequence)
@@ -294,18 +293,11 @@ class _Writer:
                 engine.finish(sequence)
         return [texts[number] for number in range(len(scripts))]
 
-    def _prompt_hidden(self, prompt_ids: Sequence[int]) -> Tensor:
-        runner = self._engine.runner
-        region = runner.cache.allocate(len(prompt_ids))
-        hidden = runner.prefill(Rows.chain(region, prompt_ids))[: len(prompt_ids) - 1]
-        runner.cache.free(region)
-        return hidden.bfloat16()  # [P - 1, E]
-
-    def _request(self, prompt_ids: Sequence[int], script: ScriptedChooser) -> Request:
+    def _request(self, prompt_ids: Sequence[int], script: ScriptedChooser, recorder: _Recorder) -> Request:
         return Request(
             prompt_ids=prompt_ids,
             chooser=script,
-            drafter=_Recorder(),
+            drafter=recorder,
             max_new_tokens=DOCUMENT_TOKENS - len(prompt_ids),
             stop_ids=frozenset(),
             should_stop=script.is_over,
@@ -320,11 +312,17 @@ class _Text:
 
 
 class _Recorder(NoDrafter):
-    """Proposes nothing, and keeps the hidden states that each token was chosen from."""
+    """Proposes nothing, and keeps the hidden states of the prompt and those that each token was chosen from."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Sequence[Tensor] = ()) -> None:
         super().__init__(needs=frozenset({"hidden"}))
-        self.hidden: list[Tensor] = []
+        self.hidden = list(hidden)
+
+    def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.hidden = [] if hidden is None else [hidden.bfloat16()]  # [P - 1, E]
+
+    def fork(self) -> _Recorder:
+        return _Recorder(self.hidden)
 
     def observe(self, outcome: Outcome) -> None:
         assert outcome.hidden is not None

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import DRAFTERS
-from foretell.drafters.drafter import DraftWork, NoDrafter
+from foretell.drafters.drafter import NoDrafter
 from foretell.drafters.next_ids import KnownNextIds, NextIdsStore
 from foretell.engine.next_ids import build_next_ids
 from foretell.errors import CapacityError, ConfigError, InputError, ModelError, NumericsError
 from foretell.hardware.profile import LatencyProfile
 from foretell.llm import LLM, MAX_BATCH
 from foretell.params import SamplingParams
-from foretell.result import Chunk, Completion
+from foretell.result import Chunk, Completion, DraftWork
 from tiny import EOS, save_model
 
 FLAT = LatencyProfile(key={"model": "flat"}, contexts=(0,), num_rows=(1, 16), pass_s=((1.0, 1.0),))

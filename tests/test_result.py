@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretell.drafters.drafter import DraftWork
-from foretell.result import Stats
+from foretell.result import DraftWork, Stats
 
 
 def test_ratios_before_the_first_token() -> None:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 FinishReason = Literal["stop", "length", "context"]
 """`stop`: EOS, a stop id or a stop string; `length`: `max_new_tokens`; `context`: the model's context is full."""
 
 
-class DraftCounters(Protocol):
-    """What a drafter counts of the model that it runs; all zero where it runs none."""
+@dataclass(slots=True)
+class DraftWork:
+    """What a drafter that runs a model did, since `begin`."""
 
-    num_passes: int
-    num_rows: int
-    num_confirmed: int
-    num_staged_passes: int
-    num_bytes: int
-    num_exhausted_steps: int
+    num_passes: int = 0
+    """Passes of the draft model, the prompt's excluded."""
+    num_rows: int = 0
+    num_confirmed: int = 0
+    """Tokens of the second stage that the draft model's own choice confirmed: each is a pass that it did not need."""
+    num_staged_passes: int = 0
+    """Passes that carried a draft of the second stage."""
+    num_bytes: int = 0
+    """Weights, keys and values that those passes read."""
+    num_exhausted_steps: int = 0
+    """Proposals that it took no part in, because the text was longer than its context."""
 
 
 @dataclass(slots=True)
@@ -68,7 +74,7 @@ class Stats:
     draft_bytes: int = 0
     """The same for draft passes."""
 
-    def take_draft_work(self, work: DraftCounters) -> None:
+    def take_draft_work(self, work: DraftWork) -> None:
         """Copy what the drafter counted."""
         self.num_draft_passes, self.num_draft_rows = work.num_passes, work.num_rows
         self.num_confirmed, self.num_staged_passes = work.num_confirmed, work.num_staged_passes

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from foretell.drafters.drafter import DraftWork
 from foretell.hardware.profile import LatencyProfile
 from foretell.params import SamplingParams
-from foretell.result import Completion, Stats, TokenLogprobs
+from foretell.result import Completion, DraftWork, Stats, TokenLogprobs
 
 TTFT_S, PREFILL_S, PASS_S, DRAFT_PASS_S = 0.5, 0.4, 0.02, 0.005
 PASS_BYTES = 1000

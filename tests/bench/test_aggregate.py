@@ -17,8 +17,8 @@ from foretell.bench.arms import PLAIN_AGAIN, Arm, ForetellArm, with_second_plain
 from foretell.bench.divergence import divergence_gaps, first_divergences
 from foretell.bench.measurement import Measurement, Round
 from foretell.bench.runner import measure_rounds
-from foretell.drafters.drafter import DraftWork
 from foretell.params import SamplingParams
+from foretell.result import DraftWork
 
 SAMPLING = SamplingParams(max_new_tokens=21)
 

@@ -22,10 +22,10 @@ from foretell.bench.document import (
 )
 from foretell.bench.report import check_report_folder, latency_curves, markdown, write_report
 from foretell.bench.runner import measure_rounds
-from foretell.drafters.drafter import DraftWork
 from foretell.errors import ConfigError
 from foretell.hardware.profile import LatencyProfile
 from foretell.params import SamplingParams
+from foretell.result import DraftWork
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 
 from foretell.cli.terminal import note_sources, note_stats, painter, source_style
 from foretell.drafters.catalog import DRAFTERS
-from foretell.drafters.drafter import DraftWork
-from foretell.result import Stats
+from foretell.result import DraftWork, Stats
 
 
 class Terminal(io.StringIO):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Final
 
-from foretell.drafters.drafter import Drafter, DraftWork, Outcome, Proposal
+from foretell.drafters.drafter import Drafter, Outcome, Proposal
+from foretell.result import DraftWork
 from foretell.tree.merge import merge
 from foretell.tree.shape import prune
 from foretell.tree.token_tree import TokenTree

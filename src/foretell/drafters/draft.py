@@ -10,9 +10,10 @@ from torch import Tensor
 from foretell.drafters.choices import Choices, NoiseMemory, filter_scores, rank
 from foretell.drafters.draft_engine import DraftEngine, StagePayoff
 from foretell.drafters.draft_reader import DraftReader
-from foretell.drafters.drafter import Drafter, DraftWork, Outcome, Proposal
+from foretell.drafters.drafter import Drafter, Outcome, Proposal
 from foretell.drafters.drawn import DraftLaw, draw_tree
 from foretell.drafters.expansion import DRAFT, Expansion, TreeShape, stage
+from foretell.result import DraftWork
 from foretell.tree.merge import merge
 from foretell.tree.shape import prune
 from foretell.tree.token_tree import TokenTree

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from foretell.cache.kv_cache import Region
 from foretell.drafters.draft_engine import DraftEngine
-from foretell.drafters.drafter import DraftWork
 from foretell.passes.rows import Rows
 from foretell.passes.runner import MAX_ROWS
+from foretell.result import DraftWork
 from foretell.tree.pack import ancestor_bits, unpack_bits
 from foretell.tree.token_tree import TokenTree, depths
 

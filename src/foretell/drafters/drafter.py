@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from foretell.result import DraftWork
 from foretell.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -63,23 +64,6 @@ class Outcome:
     they may differ in the last bits from what the next pass will find."""
     top_ids: Sequence[Sequence[int]] | None = None
     """For each committed row, the target's most likely next ids, best first."""
-
-
-@dataclass(slots=True)
-class DraftWork:
-    """What a drafter that runs a model did, since `begin`."""
-
-    num_passes: int = 0
-    """Passes of the draft model, the prompt's excluded."""
-    num_rows: int = 0
-    num_confirmed: int = 0
-    """Tokens of the second stage that the draft model's own choice confirmed: each is a pass that it did not need."""
-    num_staged_passes: int = 0
-    """Passes that carried a draft of the second stage."""
-    num_bytes: int = 0
-    """Weights, keys and values that those passes read."""
-    num_exhausted_steps: int = 0
-    """Proposals that it took no part in, because the text was longer than its context."""
 
 
 class Drafter(Protocol):

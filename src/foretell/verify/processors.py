@@ -51,6 +51,11 @@ class Law:
         """Return the distribution that says one token."""
         return cls(ids=np.array([token_id]), log_probs=np.zeros(1))
 
+    def find(self, token_id: int) -> int | None:
+        """Return a token's place in `ids`; None where it cannot be drawn."""
+        place = int(np.searchsorted(self.ids, token_id))
+        return place if place < len(self.ids) and self.ids[place] == token_id else None
+
 
 class Processors:
     """The sampling parameters of one request, made ready to be applied to one row of logits after another.

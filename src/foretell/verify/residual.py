@@ -32,7 +32,7 @@ class Residual:
     """
 
     def __init__(self, law: Law, draws: Draws | None) -> None:
-        self._ids = law.ids  # [K], ascending
+        self._law = law
         self._target_probs = np.exp(law.log_probs)  # [K]
         self._draws = draws
         if draws is None:
@@ -48,9 +48,8 @@ class Residual:
 
     def target_prob(self, token_id: int) -> float:
         """Return the probability that is left for a token; 0 for one that the target never says."""
-        place = int(np.searchsorted(self._ids, token_id))
-        is_known = place < len(self._ids) and self._ids[place] == token_id
-        return float(self._target_probs[place]) if is_known else 0.0
+        place = self._law.find(token_id)
+        return 0.0 if place is None else float(self._target_probs[place])
 
     def draft_prob(self, token_id: int) -> float:
         """Return the probability with which the next draw was this token."""
@@ -73,13 +72,13 @@ class Residual:
         assert self._draws is not None
         if self._draws.mode is DrawMode.WITHOUT_REPLACEMENT:
             self._law_probs[self._drawn(token_id)] = 0.0
-            self._draft_probs[self._ids == token_id] = 0.0
+            self._draft_probs[self._law.ids == token_id] = 0.0
             self._left = float(self._law_probs.sum())
         return mass
 
     def draw(self, chance: Chance) -> int:
         """Return a token of what is left."""
-        return int(self._ids[chance.draw(self._target_probs)])
+        return int(self._law.ids[chance.draw(self._target_probs)])
 
     def _drawn(self, token_id: int) -> int:
         assert self._draws is not None

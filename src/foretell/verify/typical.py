@@ -56,9 +56,8 @@ def _log_threshold(law: Law) -> float:
 
 
 def _log_prob(law: Law, token_id: int) -> float:
-    place = int(np.searchsorted(law.ids, token_id))
-    is_known = place < len(law.ids) and law.ids[place] == token_id
-    return float(law.log_probs[place]) if is_known else -np.inf
+    place = law.find(token_id)
+    return -np.inf if place is None else float(law.log_probs[place])
 
 
 def _rows_to(tree: PackedTree, row: int) -> list[int]:

@@ -138,6 +138,18 @@ def test_resumed_run_gives_the_same_rows_without_measuring(fake_llm: Callable[..
     assert len(fourth.calls) == len(first.calls)
 
 
+def test_a_retrained_draft_is_measured_again(fake_llm: Callable[..., Any], tmp_path: Path) -> None:
+    path, weights = tmp_path / "rounds.jsonl", tmp_path / "draft.safetensors"
+    num_calls = []
+    for size in (5, 5, 6):
+        if not weights.exists() or weights.stat().st_size != size:
+            weights.write_bytes(bytes(size))
+        llm = fake_llm(draft=str(tmp_path))
+        run(llm, resume=path)
+        num_calls.append(len(llm.calls))
+    assert num_calls[0] == num_calls[2] > num_calls[1] == 0
+
+
 def test_report_is_written(fake_llm: Callable[..., Any], profile: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run(fake_llm(profile=profile), report=tmp_path / "report")
@@ -148,6 +160,11 @@ def test_report_is_written(fake_llm: Callable[..., Any], profile: Any, tmp_path:
     ("options", "error", "message"),
     [
         ({"drafters": ["magic"]}, ConfigError, "magic"),
+        (
+            {"drafters": ["staged"], "engine": EngineSettings(draft="none")},
+            ConfigError,
+            "this model has none: train one",
+        ),
         ({"baselines": ["vllm"]}, ConfigError, "baseline 'vllm' does not exist"),
         ({"category": "poetry"}, ConfigError, "category 'poetry' is not in suite 'builtin'"),
         ({"suite": "missing.jsonl"}, InputError, "cannot read suite"),

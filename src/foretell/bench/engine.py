@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from foretell.bench.arms import BenchLLM
@@ -11,16 +12,39 @@ from foretell.bench.settings import DEFAULT_DRAFTERS, DRAFTERS_WITH_DRAFT, Engin
 from foretell.bench.suites import BenchPrompt
 
 
-def check_drafters(names: Sequence[str]) -> None:
-    """Refuse an unknown drafter before anything is loaded.
+def check_drafters(
+    names: Sequence[str], engine: EngineSettings, notify: Callable[[str], None] | None = None
+) -> None:
+    """Refuse a drafter that is unknown, or that runs a draft model where there is none, before weights are loaded.
+
+    `notify` is called before what takes long.
 
     Raises:
-        ConfigError: there is no such drafter.
+        ConfigError: there is no such drafter, or no draft model for it.
+        ModelError: the model whose drafts are looked for cannot be found or read.
     """
-    from foretell.drafters.catalog import check_drafter_name
+    from foretell.drafters.catalog import MODEL_DRAFTERS, check_drafter_name, missing_draft
 
     for name in names:
         check_drafter_name(name)
+    need_draft = [name for name in names if name in MODEL_DRAFTERS]
+    if need_draft and not _has_draft(engine, notify):
+        raise missing_draft(need_draft[0])
+
+
+def _has_draft(engine: EngineSettings, notify: Callable[[str], None] | None) -> bool:
+    """Return whether the engine is going to have a draft model, as far as files tell."""
+    from foretell.drafters.draft_store import NONE, has_draft
+    from foretell.models.config import read_config
+    from foretell.models.files import resolve
+    from foretell.models.fingerprint import model_fingerprint
+    from foretell.text.tokenizer import Tokenizer
+
+    if engine.draft is not None:
+        return engine.draft != NONE
+    folder = resolve(engine.model, notify=notify).folder
+    fingerprint = model_fingerprint(folder, Tokenizer.load(folder), read_config(folder).vocab_size)
+    return has_draft(fingerprint)
 
 
 def load_llm(engine: EngineSettings, notify: Callable[[str], None] | None = None) -> BenchLLM:
@@ -49,6 +73,12 @@ def resolved_engine(llm: BenchLLM, engine: EngineSettings) -> EngineSettings:
     """Return the settings with what the LLM chose itself, so that baselines and children choose the same."""
     names = ("dtype", "device", "threads", "draft")
     return replace(engine, **{name: llm.settings[name] for name in names if llm.settings.get(name) is not None})
+
+
+def draft_files(engine: EngineSettings) -> dict[str, tuple[int, int]]:
+    """Return size and time of each file of weights and tables in the draft's folder, which tell when it is replaced."""
+    found = {path.name: path.stat() for path in sorted(Path(engine.draft or "none").glob("*.safetensors"))}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
 def encode_prompt(llm: BenchLLM, prompt: BenchPrompt) -> list[int]:

@@ -16,6 +16,7 @@ from foretell.bench.document import BenchReport
 from foretell.bench.engine import (
     check_drafters,
     default_drafters,
+    draft_files,
     encode_prompt,
     load_llm,
     profile_document,
@@ -57,7 +58,7 @@ def run_bench(
         ForetellError: settings, suite or model cannot be used, or an arm failed.
     """
     progress = progress or NoProgress()
-    check_drafters(settings.drafters or ())
+    check_drafters(settings.drafters or (), settings.engine, progress.note)
     check_baselines(settings.baselines, settings.sampling)
     if settings.report:
         check_report_folder(settings.report)
@@ -111,6 +112,7 @@ def _journal(
     configuration = {
         "version": __version__,
         "engine": engine.to_json(),
+        "draft_files": draft_files(engine),
         "sampling": asdict(settings.sampling),
         "arms": [arm.key for arm in arms],
         "prompts": [asdict(prompt) for prompt in prompts],

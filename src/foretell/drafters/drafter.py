@@ -52,6 +52,16 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class Guesses:
+    """Rows of prompt tokens: slot j's guess the token j + 1 places after the row that they stand behind."""
+
+    hidden: Tensor
+    """The target's final hidden states, [C, m, E]."""
+    logits: Tensor
+    """[C, m, V]."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a step did to one sequence: only what a drafter declared in `needs` is filled in."""
 
@@ -64,6 +74,9 @@ class Outcome:
     they may differ in the last bits from what the next pass will find."""
     top_ids: Sequence[Sequence[int]] | None = None
     """For each committed row, the target's most likely next ids, best first."""
+    guesses: Guesses | None = None
+    """What the prompt tokens behind the last accepted row computed: guesses of what follows the next proposal's tip.
+    None where there were none, or none is wanted."""
 
 
 class Drafter(Protocol):

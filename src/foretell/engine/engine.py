@@ -13,17 +13,19 @@ from torch import Tensor
 
 from foretell.cache.kv_cache import Region
 from foretell.drafters.calibration import Calibration
-from foretell.drafters.drafter import DrawingDrafter, Outcome, Proposal
+from foretell.drafters.drafter import DrawingDrafter, Guesses, Outcome, Proposal
 from foretell.engine.judgement import verify
+from foretell.engine.prompting import Prompting
 from foretell.engine.sequence import TARGET, DecodingSequence, Emission, Request
 from foretell.errors import CapacityError, InputError, NumericsError
 from foretell.hardware.budget import buy
 from foretell.hardware.profile import LatencyProfile
+from foretell.hardware.prompt_rows import buy_rows
 from foretell.passes.rows import Rows
 from foretell.passes.runner import MAX_ROWS, Runner
 from foretell.tree.merge import graft
 from foretell.tree.pack import PackedTree, pack
-from foretell.tree.shape import best_first, prune
+from foretell.tree.shape import best_first, prune, subtree
 from foretell.tree.token_tree import TokenTree
 from foretell.verify.draws import DrawPlan
 from foretell.verify.match import Verdict
@@ -60,6 +62,7 @@ class Engine:
         profile: measured T(N), which sizes every draft.
         calibration: acceptance estimates, learned from every step.
         commit: see `CommitPolicy`.
+        prompting: prompt tokens that drafters may have guess for them.
         clock: seconds, monotonic.
     """
 
@@ -69,10 +72,14 @@ class Engine:
         profile: LatencyProfile,
         calibration: Calibration,
         commit: CommitPolicy,
+        prompting: Prompting | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner, self.profile, self.calibration = runner, profile, calibration
         self.commit_policy, self._clock = commit, clock
+        self.prompting = prompting
+        if prompting is not None:
+            runner.prompt_embeddings = prompting.tokens.embeddings.flatten(0, 1)  # [C * m, E]
         self._curves: dict[tuple[int, int], list[float]] = {}
 
     def start(self, request: Request, *, reuse: Region | None = None) -> DecodingSequence:
@@ -170,20 +177,20 @@ class Engine:
         # Where the draft decides what a seed gives, neither a clock nor other sequences may decide the draft.
         is_free = sequence.request.rule is None
         curve = self._curve(sequence.region.length, num_sharing if is_free else 1)
-        tree = _provisional_tree(sequence)
-        num_certain = len(tree)
+        certain = _provisional_tree(sequence)
+        num_certain = len(certain)
         max_depth = self._max_depth(sequence)
         proposed = None
         if max_depth >= num_certain and len(curve) > num_certain and sequence.gate.is_open():
             proposed = self._propose(sequence, num_certain - 1, max_depth, curve)
-            tree = self._buy(sequence, tree, proposed, curve, started_s)
-        elif max_depth < num_certain - 1:
-            tree = prune(tree, max_depth + 1)
+            tree = self._buy(sequence, certain, proposed, curve, started_s)
+        else:
+            tree = pack(prune(certain, max_depth + 1))
         draft_s = self._clock() - started_s
         sequence.stats.draft_s += draft_s
         return _Draft(
-            tree=pack(tree),
-            num_provisional=min(num_certain, len(tree)) - 1,
+            tree=tree,
+            num_provisional=min(num_certain, tree.num_nodes) - 1,
             expected_s=(draft_s if is_free else 0.0) + curve[len(tree) - 1],
             plain_s=curve[0],
             proposed=proposed,
@@ -215,20 +222,50 @@ class Engine:
         proposed: TokenTree,
         curve: Sequence[float],
         started_s: float,
-    ) -> TokenTree:
-        """Return the certain tokens and, below them, the proposed nodes that are worth their rows."""
+    ) -> PackedTree:
+        """Return the certain tokens and, below them, the proposed nodes and prompt tokens that are worth their rows."""
         rule = sequence.request.rule
         if rule is not None and rule.needs_draws:
-            return graft(certain, proposed)  # a draw that is dropped for what it is would bias the output
+            return pack(graft(certain, proposed))  # a draw that is dropped for what it is would bias the output
         if rule is None:
             is_sampled = sequence.request.draft_sampling is not None
             proposed = self.calibration.calibrate(proposed, is_sampled=is_sampled)
         tree = graft(certain, proposed)
-        if len(tree) == len(certain):
-            return tree
         draft_s = self._clock() - started_s if rule is None else 0.0
+        if self.prompting is not None and "guesses" in sequence.request.drafter.needs:
+            return self._buy_prompts(self.prompting, sequence, tree, len(certain), curve, draft_s)
+        if len(tree) == len(certain):
+            return pack(tree)
         log_accept = [tree.log_accept[node] for node in best_first(tree)]
-        return prune(tree, buy(log_accept, curve, draft_s, len(certain)).num_nodes)
+        return pack(prune(tree, buy(log_accept, curve, draft_s, len(certain)).num_nodes))
+
+    def _buy_prompts(
+        self,
+        prompting: Prompting,
+        sequence: DecodingSequence,
+        tree: TokenTree,
+        num_certain: int,
+        curve: Sequence[float],
+        draft_s: float,
+    ) -> PackedTree:
+        """Return the nodes that are worth their rows, and behind them prompt tokens for the next step."""
+        order = best_first(tree)
+        places = {node: place for place, node in enumerate(order)}
+        purchase = buy_rows(
+            [tree.log_accept[node] for node in order],
+            [-1, *(places[tree.parents[node]] for node in order[1:])],
+            curve,
+            draft_s,
+            prompting.worth(curve, _use(sequence)),
+            num_certain,
+        )
+        kept = subtree(tree, order[: len(purchase.num_prompts)])
+        max_depth = self._max_depth(sequence)
+        num_prompts = [
+            max(0, min(purchase.num_prompts[places[node]], max_depth - depth))  # what lies beyond is never asked for
+            for node, depth in zip(sorted(order[: len(kept)]), kept.depths(), strict=True)
+        ]
+        return pack(kept, num_prompts, prompting.ids if any(num_prompts) else None)
 
     def _max_depth(self, sequence: DecodingSequence) -> int:
         """Return how deep a node may lie: neither more tokens nor more positions than are left."""
@@ -301,7 +338,7 @@ class Engine:
         rows = [0, *verdict.accepted][:num_kept]
         self.runner.cache.commit_rows(sequence.region, rows)
         assert sequence.region.length == len(sequence.token_ids) - 1
-        self._observe(sequence, emitted, [0, *verdict.accepted], logits, hidden)
+        self._observe(sequence, draft.tree, emitted, [0, *verdict.accepted], logits, hidden)
         return emitted
 
     def _emit(self, sequence: DecodingSequence, draft: _Draft, verdict: Verdict, logits: Tensor) -> list[Emission]:
@@ -357,7 +394,13 @@ class Engine:
             self.calibration.update(draft.proposed, walked[draft.num_provisional :], is_sampled=is_sampled)
 
     def _observe(
-        self, sequence: DecodingSequence, emitted: list[Emission], path: list[int], logits: Tensor, hidden: Tensor
+        self,
+        sequence: DecodingSequence,
+        tree: PackedTree,
+        emitted: list[Emission],
+        path: list[int],
+        logits: Tensor,
+        hidden: Tensor,
     ) -> None:
         """Tell the drafter what was emitted, and compute only what it asked for. `path`: rows that chose tokens."""
         drafter, num_emitted = sequence.request.drafter, len(emitted)
@@ -368,8 +411,20 @@ class Engine:
             hidden=hidden[rows] if needs_hidden else None,
             ahead_hidden=hidden[rows_ahead] if needs_hidden and rows_ahead else None,
             top_ids=_top_ids(logits[rows]) if "top_ids" in drafter.needs else None,
+            guesses=self._guesses(tree, path[-1], logits, hidden) if "guesses" in drafter.needs else None,
         )
         drafter.observe(outcome)
+
+    def _guesses(self, tree: PackedTree, row: int, logits: Tensor, hidden: Tensor) -> Guesses | None:
+        """Return what the prompt tokens behind the last accepted row computed; None where there are none."""
+        if self.prompting is None or row not in tree.prompts:
+            return None
+        rows, num_chains = tree.prompts[row], self.prompting.ids.num_chains
+        places = slice(rows.start, rows.stop)
+        return Guesses(
+            hidden[places].view(num_chains, -1, hidden.shape[-1]),  # [C, m, E]
+            logits[places].view(num_chains, -1, logits.shape[-1]),  # [C, m, V]
+        )
 
     def _record_time(self, sequence: DecodingSequence, draft: _Draft, num_emitted: int) -> None:
         now_s, stats = self._clock(), sequence.stats
@@ -382,6 +437,8 @@ class Engine:
         if draft.proposed is not None or draft.num_provisional > 0:
             # Expected seconds, not this pass's own: other work on the machine must not speak against drafting.
             sequence.gate.record(num_emitted, draft.expected_s, draft.plain_s)
+        if self.prompting is not None:
+            self.prompting.record(_use(sequence), num_emitted, draft.expected_s)
 
 
 def _provisional_tree(sequence: DecodingSequence) -> TokenTree:
@@ -390,6 +447,12 @@ def _provisional_tree(sequence: DecodingSequence) -> TokenTree:
     for token_id, source in zip(sequence.provisional, sequence.provisional_sources, strict=True):
         tree.add(len(tree) - 1, token_id, 0.0, source)
     return tree
+
+
+def _use(sequence: DecodingSequence) -> str:
+    """Return who drafts, and whether text is sampled: rates are measured apart."""
+    request = sequence.request
+    return f"{request.drafter.name}{'' if request.draft_sampling is None else ' (sampled)'}"
 
 
 @torch.inference_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -77,6 +77,8 @@ class Runner:
                 device=model.device,
             )
         )
+        self.prompt_embeddings: Tensor | None = None
+        """[P, E]: what stands in rows whose ids lie beyond the vocabulary, in the order of those ids."""
         self._packer = RowPacker(
             config, model.dtype, model.device, skips_blocks=compiled is None, slot_grain=slot_grain
         )
@@ -109,7 +111,7 @@ class Runner:
         A compiled pass takes one sequence. Slots for the padded rows must be reserved.
         """
         num_rows = self.padded(max(len(rows.token_ids) for rows in sequences), len(sequences))
-        batch = self._packer.pack(sequences, num_rows)
+        batch = self._embed_prompts(self._packer.pack(sequences, num_rows))
         regions = _regions(sequences)  # [L, B, 2 * G, C, D]
         if self.compiled is not None and self.compiled.num_rows(num_rows) == num_rows:
             return self.compiled(batch, regions)
@@ -125,6 +127,17 @@ class Runner:
         hidden = self._forward(self._packer.pack([rows], size), _regions([rows]))  # [N, E]
         self.cache.commit(rows.region, size)
         return hidden
+
+    def _embed_prompts(self, batch: RowBatch) -> RowBatch:
+        """Return the batch with embeddings in place of ids where prompt tokens are among them."""
+        vocab_size = self.model.config.vocab_size
+        is_prompt = batch.token_ids >= vocab_size  # [B, N]
+        if self.prompt_embeddings is None or not is_prompt.any():
+            return batch
+        known = replace(batch, token_ids=batch.token_ids.masked_fill(is_prompt, 0))
+        embeddings = self.model.embed(known).view(*batch.token_ids.shape, -1)  # [B, N, E]
+        embeddings[is_prompt] = self.prompt_embeddings[batch.token_ids[is_prompt] - vocab_size]
+        return replace(known, embeddings=embeddings)
 
     def _forward(self, batch: RowBatch, regions: Tensor) -> Tensor:
         visible = regions[:, :, :, : batch.bias.shape[-1]]  # [L, B, 2 * G, S, D]

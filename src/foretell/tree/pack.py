@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,13 @@ class PackedTree:
     log_accept: list[float]
     draws: dict[int, Draws] | None = None
     """For each row whose children were drawn, how; None where none were."""
+    prompts: dict[int, range] = field(default_factory=dict)
+    """For each row with prompt tokens behind it the rows of those: chain after chain, each slot after slot."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Rows that are nodes of the tree; prompt tokens come after them."""
+        return len(self.sources)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -42,12 +49,26 @@ class PackedTree:
         return unpack_bits(ancestor_bits(self.parents), len(self.parents))
 
 
-def pack(tree: TokenTree) -> PackedTree:
-    """Return the rows of `tree` in canonical order.
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """Ids of prompt tokens: they follow the vocabulary, so that no choice of the target's meets one."""
+
+    first_id: int
+    num_slots: int
+    """Prompt tokens of a chain, m."""
+    num_chains: int = 1
+    """Chains behind a node: an ensemble, whose guesses are averaged."""
+
+
+def pack(tree: TokenTree, num_prompts: Sequence[int] = (), ids: PromptIds | None = None) -> PackedTree:
+    """Return the rows of `tree` in canonical order, and behind them the prompt tokens of each node, if any.
 
     The first chain starts at the root and goes on to the most likely child until a leaf; of equals, the one added
     first. Tokens that are already accepted but have to be computed again come in with `log_accept` 0: no other node can
     exceed that, so they lead the chain as long as they were added before any other certain node.
+
+    `num_prompts` are for each node how many prompt tokens follow it in every chain, and `ids` what they are called; no
+    row but those behind them sees them (arXiv:2405.18628 §3.1).
 
     Rows of the first chain commit by raising the cache's length, so the more of a path lies in it the less is copied or
     computed again.
@@ -64,7 +85,7 @@ def pack(tree: TokenTree) -> PackedTree:
         parents.append(parent)
         depths.append(depths[parent] + 1)
         children[parent][token_ids[row]] = row
-    return PackedTree(
+    packed = PackedTree(
         token_ids,
         parents,
         depths,
@@ -74,6 +95,7 @@ def pack(tree: TokenTree) -> PackedTree:
         [tree.log_accept[node] for node in order.nodes],
         None if tree.draws is None else {rows[node]: draws for node, draws in tree.draws.items()},
     )
+    return packed if ids is None else _add_prompts(packed, [num_prompts[node] for node in order.nodes], ids)
 
 
 def ancestor_bits(parents: Sequence[int]) -> list[int]:
@@ -108,3 +130,21 @@ def _canonical_order(tree: TokenTree) -> _CanonicalOrder:
         chain.append(child)
     in_chain = set(chain)
     return _CanonicalOrder(chain + [node for node in ranked if node not in in_chain], len(chain))
+
+
+def _add_prompts(tree: PackedTree, num_prompts: Sequence[int], ids: PromptIds) -> PackedTree:
+    """Return the rows of a tree and, behind them, chain by chain the prompt tokens of each row."""
+    token_ids, parents, depths = list(tree.token_ids), list(tree.parents), list(tree.depths)
+    prompts = {}
+    for row, size in enumerate(num_prompts):
+        if size == 0:
+            continue
+        prompts[row] = range(len(token_ids), len(token_ids) + ids.num_chains * size)
+        for chain in range(ids.num_chains):
+            parent = row
+            for slot in range(size):
+                token_ids.append(ids.first_id + chain * ids.num_slots + slot)
+                parents.append(parent)
+                depths.append(tree.depths[row] + 1 + slot)
+                parent = len(token_ids) - 1
+    return replace(tree, token_ids=token_ids, parents=parents, depths=depths, prompts=prompts)

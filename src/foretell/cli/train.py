@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from foretell.cli.terminal import Count
     from foretell.llm import LLM
     from foretell.train.draft import Progress
+    from foretell.train.prompts import PromptProgress
 
 train = typer.Typer(name="train", no_args_is_help=True, help="Train what drafts for a target, from its own text.")
 
@@ -114,6 +115,59 @@ def ngram(
         typer.echo(f"table beside the draft in {folder}: {', '.join(f'{k} {v}' for k, v in scores.items())}")
 
 
+@train.command()
+def prompts(
+    target: TargetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the prompt tokens.", show_default="where foretell looks for it by itself"),
+    ] = None,
+    capacity: Annotated[
+        Literal["embeddings", "sampler"],
+        typer.Option(help="sampler adds a small block between prompt tokens and guesses; embeddings adds nothing."),
+    ] = "sampler",
+    slots: Annotated[int, typer.Option(help="Prompt tokens behind a place.", min=1, max=8)] = 3,
+    ensemble: Annotated[int, typer.Option(help="Chains of prompt tokens, averaged.", min=1, max=16)] = 1,
+    tokens: TokensOption = 1_000_000,
+    epochs: Annotated[float, typer.Option(help="Times that the text is read.")] = 1.5,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON Lines of user turns ("prompt", or "turns") to answer in place of made-up ones.',
+            show_default="the target makes them up",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Folder of text that this target wrote before, to begin with.", show_default="none"),
+    ] = None,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train prompt tokens, with which a target drafts for itself. Interrupted runs go on when the command is repeated.
+
+    The target writes its own training text; no data set is needed.
+    """
+    from foretell.cli.documents import print_document
+    from foretell.cli.terminal import counted_stages
+    from foretell.drafters.prompt_store import prompts_home
+    from foretell.train.produce_prompts import produce_prompts
+    from foretell.train.prompts import PromptRecipe
+
+    recipe = PromptRecipe(capacity=capacity, num_slots=slots, num_chains=ensemble, num_epochs=epochs, seed=seed)
+    llm = _load(target, threads)
+    folder = out or prompts_home(llm.fingerprint)
+    with counted_stages("writing text (tokens)", "training (steps)") as (written, steps):
+        told = _PromptLines(steps)
+        result = produce_prompts(llm, folder, recipe, tokens, prompts=prompts, text=text, written=written, trained=told)
+    if as_json:
+        print_document({"folder": str(folder), "scores": result.scores})
+    else:
+        typer.echo(f"prompt tokens in {folder}, {_num_bytes(folder) / 1e6:.1f} MB")
+
+
 class _TrainingLines:
     """A bar over the steps, and a line for every evaluation."""
 
@@ -127,6 +181,23 @@ class _TrainingLines:
         if progress.chat is None or progress.raw is None:
             return
         lines = "; ".join(agreement_line(name, getattr(progress, name)) for name in ("chat", "raw"))
+        minutes = progress.elapsed_s / 60
+        typer.echo(f"step {progress.step}, {minutes:.1f} min, loss {progress.loss:.3f}; {lines}", err=True)
+
+
+class _PromptLines:
+    """A bar over the steps, and a line for every evaluation."""
+
+    def __init__(self, bar: Count) -> None:
+        self._bar = bar
+
+    def __call__(self, progress: PromptProgress) -> None:
+        from foretell.train.produce_prompts import accuracy_line
+
+        self._bar(progress.step, progress.num_steps)
+        if progress.chat is None or progress.raw is None:
+            return
+        lines = "; ".join(accuracy_line(name, getattr(progress, name)) for name in ("chat", "raw"))
         minutes = progress.elapsed_s / 60
         typer.echo(f"step {progress.step}, {minutes:.1f} min, loss {progress.loss:.3f}; {lines}", err=True)
 

@@ -196,7 +196,7 @@ def _compile(model: Llama | GPT2, num_rows: int, context_tokens: int, path: Path
     seen = {3: 128 * torch.export.Dim("grains", min=1, max=16384)}  # see `visible_slots`
     held = {2: BLOCK * torch.export.Dim("capacity", min=1, max=4096)}
     exported = torch.export.export(
-        _PassModule(_plain(model, context_tokens)).eval(),
+        _PassModule(plain_copy(model, context_tokens)).eval(),
         (embeddings, positions, positions.clone(), bias, local_bias, features, *keys_values),
         dynamic_shapes=(
             None,
@@ -212,7 +212,7 @@ def _compile(model: Llama | GPT2, num_rows: int, context_tokens: int, path: Path
     torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs={"freezing": True})
 
 
-def _plain(model: Llama | GPT2, context_tokens: int) -> Llama | GPT2:
+def plain_copy(model: Llama | GPT2, context_tokens: int) -> Llama | GPT2:
     """Return a copy of a decoder whose linear layers hold plain weights and whose angles reach the whole context."""
     model.reserve_positions(context_tokens)
     plain = copy.copy(model)

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foretell.errors import ConfigError
 from foretell.llm import LLM
@@ -22,6 +23,9 @@ from foretell.train.distill import Agreement
 from foretell.train.draft import Progress, Recipe, TargetTensors, TrainedDraft, train_draft
 from foretell.train.examples import Examples, add_hidden
 from foretell.train.text import hidden_path, shard_paths, take_text, write_text
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ALWAYS_KEPT: Final = 256
 """Tokens that every draft keeps, the vocabulary's first: special tokens, and bytes in most vocabularies."""
@@ -74,7 +78,7 @@ def produce_draft(
     started_s = time.perf_counter()
     if text is not None:
         take_text(text, text_home(llm.fingerprint, recipe.seed))
-    examples = _examples(llm, num_tokens, recipe.seed, prompts, reports)
+    examples = own_examples(llm, num_tokens, recipe.seed, prompts, reports.text)
     text_s = time.perf_counter() - started_s
     checkpoint = out.with_name(f"{out.name}.training.pt")
     trained = train_draft(
@@ -85,7 +89,7 @@ def produce_draft(
         always_kept=frozenset(range(ALWAYS_KEPT)) | frozenset(llm.config.eos_ids),
         progress=reports.training,
     )
-    facts = _facts(llm, recipe, examples, trained, text_s)
+    facts = training_facts(llm, recipe, examples, trained.kept_ids, trained.scores, text_s)
     write_draft(
         out,
         trained.config,
@@ -134,7 +138,7 @@ def produce_ngram(
     draft = read_draft(
         folder, llm.folder, llm.config, llm.fingerprint, dtype=runner.model.dtype, device=runner.model.device
     )
-    examples = _examples(llm, text_tokens, seed, None, reports)
+    examples = own_examples(llm, text_tokens, seed, None, reports.text)
     source = provenance()
     facts = {
         "fingerprint": llm.fingerprint,
@@ -163,11 +167,14 @@ def produce_ngram(
     return scores
 
 
-def _examples(llm: LLM, num_tokens: int, seed: int, prompts: Path | None, reports: Reports) -> Examples:
+def own_examples(
+    llm: LLM, num_tokens: int, seed: int, prompts: Path | None, progress: Callable[[int, int], None] | None
+) -> Examples:
+    """Return a target's own text with its hidden states; what is not there yet is written."""
     folder = text_home(llm.fingerprint, seed)
     if prompts is not None:
         folder = folder.with_name(f"text-{seed}-{_digest(prompts)[:16]}")
-    write_text(llm, folder, num_tokens, seed=seed, prompts=prompts, progress=reports.text)
+    write_text(llm, folder, num_tokens, seed=seed, prompts=prompts, progress=progress)
     shards = shard_paths(folder, num_tokens)
     for shard in shards:
         if not hidden_path(shard).is_file():
@@ -180,7 +187,15 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"{out} holds something that is no draft: choose another place")
 
 
-def _facts(llm: LLM, recipe: Recipe, examples: Examples, trained: TrainedDraft, text_s: float) -> dict[str, Any]:
+def training_facts(
+    llm: LLM,
+    recipe: DataclassInstance,
+    examples: Examples,
+    kept_ids: NDArray[np.int64],
+    scores: Mapping[str, Any],
+    text_s: float,
+) -> dict[str, Any]:
+    """Return the provenance of what was trained: target, recipe, text, scores, command, machine and versions."""
     documents = examples.documents
     kinds = np.bincount(documents.kinds, minlength=2)
     name = llm.settings["model"]
@@ -194,8 +209,8 @@ def _facts(llm: LLM, recipe: Recipe, examples: Examples, trained: TrainedDraft, 
             "num_raw_documents": int(kinds[1]),
             "writing_s": round(text_s),
         },
-        "num_kept": len(trained.kept_ids),
-        "scores": trained.scores,
+        "num_kept": len(kept_ids),
+        "scores": dict(scores),
         **provenance(),
     }
 

@@ -1,0 +1,220 @@
+"""Trained prompt tokens on disk, and which of them serve a target."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretell.drafters.next_ids import SHIPPED
+from foretell.drafters.prompt_tokens import PromptTokens
+from foretell.errors import ConfigError, ModelError
+from foretell.hardware.prompt_policy import GuessRanks
+from foretell.models.draft_files import shared_names
+from foretell.models.files import cache_home
+from foretell.models.sampler import Sampler
+from foretell.models.weights import WeightReader
+
+if TYPE_CHECKING:
+    from foretell.models.config import ModelConfig
+
+FORMAT: Final = 1
+WEIGHTS: Final = "prompts.safetensors"
+CONFIG: Final = "config.json"
+REMEDY: Final = "train them again with `foretell train prompts`"
+NONE: Final = "none"
+"""In place of a folder: use none, though some may be there."""
+
+_FOLDER: Final = "prompts"
+"""Of shipped prompt tokens, within the folder of their model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPrompts:
+    """Prompt tokens ready to use."""
+
+    tokens: PromptTokens
+    source: str
+    """Where they came from."""
+
+
+def prompts_home(fingerprint: str) -> Path:
+    """Return where prompt tokens trained on this machine are kept for a target."""
+    return cache_home() / "prompts" / fingerprint[:16]
+
+
+def write_prompts(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    kept_ids: NDArray[np.int64],
+    ranks: GuessRanks,
+    *,
+    fingerprint: str,
+    card: str,
+    provenance: Mapping[str, Any],
+) -> None:
+    """Write prompt tokens, each file whole or not at all.
+
+    Args:
+        folder: gets `config.json`, `prompts.safetensors`, `README.md` and `provenance.json`.
+        tensors: `embeddings` [C, m, E], and a sampler's weights where there is one; stored as bfloat16.
+        kept_ids: int64 [K], the ids that the sampler guesses; left out where there is none.
+        ranks: how good the guesses were on text that was held out.
+        fingerprint: the target's, see `foretell.models.fingerprint`.
+        card: Markdown.
+        provenance: command, recipe, text, versions, scores.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    stored = {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()}
+    stored["ranks"] = torch.from_numpy(ranks.counts.astype(np.int32))
+    if "sampler.out.weight" in tensors:
+        stored["kept_ids"] = torch.from_numpy(kept_ids.astype(np.int32))
+    document = {"format_version": FORMAT, "fingerprint": fingerprint}
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        save_file(stored, partial / WEIGHTS)
+        (partial / WEIGHTS).chmod(0o644)  # the library leaves it to its owner alone
+        (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        (partial / "provenance.json").write_text(json.dumps(dict(provenance), indent=2) + "\n", encoding="utf-8")
+        folder.mkdir(exist_ok=True)
+        for file in partial.iterdir():
+            file.replace(folder / file.name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another place") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_prompts(folder: Path) -> bool:
+    """Return whether a folder holds trained prompt tokens."""
+    return (folder / WEIGHTS).is_file()
+
+
+def read_prompts(
+    folder: Path,
+    target_folder: Path,
+    target: ModelConfig,
+    fingerprint: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PromptTokens:
+    """Load prompt tokens beside their target, of whose head a sampler takes rows.
+
+    Args:
+        folder: by `write_prompts`.
+        target_folder: holds the target's safetensors.
+        target: the target's dimensions.
+        fingerprint: the target's.
+        dtype: the target's.
+        device: where they go.
+
+    Raises:
+        ModelError: they are missing, damaged, or of another target.
+    """
+    known = _read_fingerprint(folder)
+    if known != fingerprint:
+        raise ModelError(
+            f"prompt tokens {folder} were trained for target {known[:16]}, this one is {fingerprint[:16]}, another "
+            f"model or fine-tuned since: {REMEDY}"
+        )
+    stored = _read_tensors(folder / WEIGHTS)
+    try:
+        embeddings = stored["embeddings"].to(device, dtype)  # [C, m, E]
+        ranks = GuessRanks(stored["ranks"].numpy().astype(np.int64))
+        if embeddings.ndim != 3 or embeddings.shape[1:] != (ranks.num_slots, target.hidden_size):
+            raise ValueError(f"embeddings {tuple(embeddings.shape)}")
+        sampler = None
+        if "sampler.out.weight" in stored:
+            kept_ids = stored["kept_ids"].long()  # [K]
+            if not (kept_ids.diff() > 0).all() or int(kept_ids[0]) < 0 or int(kept_ids[-1]) >= target.vocab_size:
+                raise ValueError("kept ids")
+            with WeightReader(target_folder) as reader:
+                head = reader.get(shared_names(reader, target)[1])[kept_ids]  # [K, E]
+            sampler = Sampler(stored, head, kept_ids.numpy(), dtype, device)
+        return PromptTokens(embeddings, ranks, sampler)
+    except (IndexError, KeyError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{folder / WEIGHTS} does not hold what prompt tokens need ({error}): {REMEDY}") from None
+
+
+def load_prompts(
+    prompts: str | Path | None,
+    target_folder: Path,
+    target: ModelConfig,
+    fingerprint: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    notify: Callable[[str], None] | None = None,
+) -> LoadedPrompts | None:
+    """Return the prompt tokens of a target; None where there are none, or none are wanted.
+
+    Args:
+        prompts: a folder by `foretell train prompts`, "none", or None for what was trained here or ships.
+        target_folder: holds the target's safetensors.
+        target: the target's dimensions.
+        fingerprint: the target's.
+        dtype: the target's.
+        device: the target's.
+        notify: called with what is wrong with prompt tokens that were not asked for, in one line.
+
+    Raises:
+        ModelError: those that were asked for are missing, damaged, or of another target.
+    """
+
+    def read(folder: Path) -> LoadedPrompts:
+        tokens = read_prompts(folder, target_folder, target, fingerprint, dtype=dtype, device=device)
+        return LoadedPrompts(tokens=tokens, source=str(folder))
+
+    if prompts == NONE:
+        return None
+    if prompts is not None:
+        return read(Path(prompts))
+    for folder in (prompts_home(fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))):
+        try:
+            if is_prompts(folder) and _read_fingerprint(folder) == fingerprint:
+                return read(folder)
+        except ModelError as error:
+            if notify is not None:
+                notify(str(error))
+    return None
+
+
+def _read_fingerprint(folder: Path) -> str:
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise ModelError(f"there is no folder {folder}: give one by `foretell train prompts`")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        version, fingerprint = document["format_version"], str(document["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(f"{path} is missing or damaged: {REMEDY}") from None
+    if version != FORMAT:
+        raise ModelError(f"{path} has format {version}, this version reads {FORMAT}: {REMEDY}")
+    return fingerprint
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"{path} is truncated, corrupt or missing ({reason}): {REMEDY}") from None

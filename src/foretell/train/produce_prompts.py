@@ -1,0 +1,79 @@
+"""From a target to its prompt tokens: text, training, files, and what they say of themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from foretell.drafters.prompt_store import is_prompts, write_prompts
+from foretell.errors import ConfigError
+from foretell.llm import LLM
+from foretell.models.gpt2 import GPT2
+from foretell.models.llama import Llama
+from foretell.passes.compiled import plain_copy
+from foretell.train.draft import TargetTensors
+from foretell.train.produce import ALWAYS_KEPT, own_examples, text_home, training_facts
+from foretell.train.prompt_card import prompt_card
+from foretell.train.prompts import PromptProgress, PromptRecipe, SlotAccuracy, TrainedPrompts, train_prompts
+from foretell.train.text import take_text
+
+
+def produce_prompts(
+    llm: LLM,
+    out: Path,
+    recipe: PromptRecipe,
+    num_tokens: int,
+    *,
+    prompts: Path | None = None,
+    text: Path | None = None,
+    written: Callable[[int, int], None] | None = None,
+    trained: Callable[[PromptProgress], None] | None = None,
+) -> TrainedPrompts:
+    """Let a target write text, train prompt tokens on it, and write them with their card; see `produce_draft`.
+
+    Raises:
+        InputError: there is too little text, or a shard of it is damaged.
+        ConfigError: `out` holds something else or cannot be written, or gradients cannot pass through this target.
+    """
+    if out.exists() and not (out.is_dir() and (is_prompts(out) or not any(out.iterdir()))):
+        raise ConfigError(f"{out} holds something that is no prompt tokens: choose another place")
+    model = llm.engine.runner.model
+    if not isinstance(model, Llama | GPT2):
+        raise ConfigError(
+            f"prompt tokens need a decoder of foretell's own, {model.config.model_type} has none: use another drafter"
+        )
+    started_s = time.perf_counter()
+    if text is not None:
+        take_text(text, text_home(llm.fingerprint, recipe.seed))
+    examples = own_examples(llm, num_tokens, recipe.seed, prompts, written)
+    text_s = time.perf_counter() - started_s
+    checkpoint = out.with_name(f"{out.name}.training.pt")
+    result = train_prompts(
+        model,
+        plain_copy(model, model.config.max_positions),
+        TargetTensors.read(llm.config, llm.folder),
+        examples,
+        recipe,
+        checkpoint,
+        always_kept=frozenset(range(ALWAYS_KEPT)) | frozenset(llm.config.eos_ids),
+        progress=trained,
+    )
+    facts = training_facts(llm, recipe, examples, result.kept_ids, result.scores, text_s)
+    write_prompts(
+        out,
+        result.tensors,
+        result.kept_ids,
+        result.ranks,
+        fingerprint=llm.fingerprint,
+        card=prompt_card(facts),
+        provenance=facts,
+    )
+    checkpoint.unlink(missing_ok=True)
+    return result
+
+
+def accuracy_line(name: str, accuracy: SlotAccuracy) -> str:
+    """Return one line that tells how good guesses are."""
+    slots = ", ".join("/".join(f"{share:.2f}" for share in shares) for shares in accuracy.by_slot)
+    return f"{name}: top-1/5/10 {slots}"

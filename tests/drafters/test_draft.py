@@ -605,6 +605,15 @@ def test_nothing_is_drawn_beyond_the_drafts_context() -> None:
     for size, num_nodes in ((6, 3), (7, 0), (9, 0)):
         drafter = begun(engine(context_tokens=8), [1] * size)
         assert len(drafter.draw(Proposal(1, 3, 3), plan)) == 1 + num_nodes
+        assert drafter.work.num_exhausted_steps == (num_nodes == 0)
+
+
+def test_nothing_is_drawn_from_a_law_that_is_nan() -> None:
+    plan = DrawPlan(positional_shape((0.6,), 3, 3), KeyedChance("draft", 1, 0, 3))
+    drafter = DraftModelDrafter(engine("feature"), "d", eos_ids=frozenset())
+    drafter.begin([1, 2, 3], torch.full((2, HIDDEN), torch.nan))
+    assert len(drafter.draw(Proposal(3, 3, 3), plan)) == 1
+    drafter.close()
 
 
 # Life of a sequence
@@ -722,6 +731,14 @@ def test_filters_leave_what_the_target_would_leave(num_kept: int, top_k: int, to
         kept = keep_top_k(scores, top_k) if top_k else np.arange(len(scores))
         kept = kept[keep_top_p(scores[kept], top_p)] if top_p < 1 else kept
         assert np.flatnonzero(np.isfinite(filtered.numpy())).tolist() == kept.tolist()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.5), (5, 0.7)])
+def test_the_least_temperatures_leave_the_best_token(top_k: int, top_p: float) -> None:
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 30, (4, 300)))  # [N, K]
+    for temperature in (1e-38, 5e-324):
+        scores = filter_scores(logits, DraftSampling(1, 0, temperature, top_k, top_p))  # [N, K]
+        assert scores.softmax(-1).tolist() == torch.nn.functional.one_hot(logits.argmax(-1), 300).tolist()
 
 
 def test_noise_is_the_targets_own() -> None:

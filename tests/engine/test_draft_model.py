@@ -101,6 +101,15 @@ def test_draws_from_the_targets_own_law_are_all_accepted(lab: Any, rule: Any) ->
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_drawing_at_the_least_temperature_is_greedy(lab: Any, rule: Any) -> None:
+    params = replace(SAMPLED, verification=rule, temperature=1e-38)
+    request = lab.request(lab.prompt(1), make("draft", draft_of(lab, noise=0.2), eos_ids=()), params)
+    sampling = replace(request.draft_sampling, temperature=1e-38)
+    request = replace(request, draft_sampling=sampling, rule=make_rule(params, request.chooser, 5, 0))
+    assert lab.run(lab.engine("copy"), request).sequence.token_ids == lab.decode(None, lab.prompt(1), GREEDY)
+
+
 def test_several_sequences_and_samples_share_a_draft(lab: Any) -> None:
     draft, engine = draft_of(lab, "feature", noise=0.2), lab.engine("copy")
     prompts = [lab.prompt(seed, size) for seed, size in ((1, 3), (2, 9))]

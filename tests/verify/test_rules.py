@@ -235,6 +235,14 @@ def test_traversal_accepts_more_than_rejection(widths: Sequence[int]) -> None:
     assert traversal > rejection + 0.01
 
 
+@pytest.mark.parametrize("verify", DRAWN_RULES)
+def test_a_draw_from_a_law_that_is_nan_is_never_accepted(verify: Verify) -> None:
+    tree = TokenTree.chain([FIRST, 1, 1], [0.0] * 3, "toy")
+    tree.draws = {node: Draws((1,), IDS, np.full(V, np.nan)) for node in (0, 1)}
+    verdict = verify(pack(tree), toy().law_of, KeyedChance("verify", 1, 0, 2))
+    assert verdict.accepted == []
+
+
 # One child a node: block verification
 
 

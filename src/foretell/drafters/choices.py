@@ -23,6 +23,8 @@ _LEAST_LOG_PROB: Final = math.log(MIN_PATH_PROBABILITY)
 _HEAD: Final = 256
 """Ids among which top-p looks for its mass where top-k does not say how many."""
 
+_LEAST_TEMPERATURE: Final = torch.finfo(torch.float32).tiny
+
 _MAX_POSITIONS: Final = 128
 """Positions whose noise is remembered."""
 
@@ -51,9 +53,11 @@ def rank(scores: Tensor, kept_ids: NDArray[np.int64]) -> list[Choices]:
 def filter_scores(logits: Tensor, sampling: DraftSampling) -> Tensor:
     """Return float32 scores [N, K] at the request's temperature, -inf for what its top-k and top-p leave out.
 
-    Only nearly what the target does: the draft's logits are others, and top-p without top-k keeps at most 256 ids.
+    Only nearly what the target does: the draft's logits are others, and top-p without top-k keeps at most 256 ids. The
+    best score is 0 however small the temperature, so that no law of finite logits is NaN.
     """
-    scores = logits.float() / sampling.temperature  # [N, K]
+    scores = logits.float()  # [N, K]
+    scores = (scores - scores.amax(-1, keepdim=True)) / max(sampling.temperature, _LEAST_TEMPERATURE)  # [N, K]
     has_top_k, has_top_p = 0 < sampling.top_k < scores.shape[1], sampling.top_p < 1.0
     if not has_top_k and not has_top_p:
         return scores

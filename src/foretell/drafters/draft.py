@@ -109,10 +109,12 @@ class DraftModelDrafter:
                     [seen[node] for node in nodes],
                 )  # [N, K]
             scores = logits if proposal.sampling is None else filter_scores(logits, proposal.sampling)  # [N, K]
-            return [DraftLaw(self._engine.model.kept_ids, row) for row in scores.double().softmax(-1).cpu().numpy()]
+            probs = scores.double().softmax(-1).nan_to_num(0.0)  # [N, K], a row of NaN is a law without tokens
+            return [DraftLaw(self._engine.model.kept_ids, row) for row in probs.cpu().numpy()]
 
         # What fits the draft's context depends on the text and the shape alone, as drawing requires.
         if plan.shape.depth > self._reader.depth_left(len(proposal.ahead)):
+            self._reader.work.num_exhausted_steps += 1
             return TokenTree.root(proposal.tip)
         tree = draw_tree(proposal.tip, plan, laws_of, DRAFT, self._eos_ids)
         self._reader.rewind()

@@ -70,7 +70,7 @@ class _Node:
             self._law_of,
             self._tree.children[self.row][token_id],
             [*self._path, token_id],
-            min(1.0, self.weight * ratio),
+            min(self.weight * ratio, 1.0),  # in this order NaN stays NaN, and is never accepted
             is_repeated=token_id in self._draws.ids[: self._num_rejected],
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_bad_prompts_are_told(llm: LLM, tmp_path: Path, line: str, message: str)
 
 @pytest.mark.parametrize("kind", ["feature", "lm"])
 def test_an_interrupted_training_ends_like_a_whole_one(llm: LLM, shards: list[Path], tmp_path: Path, kind: Any) -> None:
-    target, examples = TargetTensors.read(llm.config, llm.folder), Examples(shards)
+    target, examples = TargetTensors.read(llm.config, llm.folder, llm.fingerprint), Examples(shards)
     recipe = Recipe(kind=kind, num_epochs=2, batch_size=4, size="small")
     whole = train_draft(target, examples, recipe, tmp_path / "whole.pt", evaluate_every=5)
 
@@ -139,9 +140,40 @@ def test_an_interrupted_training_ends_like_a_whole_one(llm: LLM, shards: list[Pa
     assert whole.scores["chat"] == rest.scores["chat"]
 
 
+@pytest.mark.parametrize("other", ["text", "target"])
+def test_a_training_goes_on_with_its_own_text_and_target_only(
+    llm: LLM, shards: list[Path], tmp_path: Path, other: str
+) -> None:
+    target, recipe, first_steps = TargetTensors.read(llm.config, llm.folder, "a"), Recipe(num_epochs=1), []
+
+    def note(progress: Any) -> None:
+        if progress.step in (1, 2):
+            first_steps.append(progress.step)
+
+    examples = Examples(shards)
+    train_draft(target, examples, recipe, tmp_path / "c.pt", evaluate_every=2, progress=note)
+    if other == "text":
+        token_ids = examples.documents.token_ids
+        examples.documents = dataclasses.replace(examples.documents, token_ids=token_ids[::-1].copy())
+    else:
+        target = dataclasses.replace(target, fingerprint="b")
+    train_draft(target, examples, recipe, tmp_path / "c.pt", progress=note)
+    train_draft(target, examples, recipe, tmp_path / "c.pt", progress=note)
+    assert first_steps == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("data", [b"", b"cut"])
+def test_damaged_hidden_states_are_told(shards: list[Path], tmp_path: Path, data: bytes) -> None:
+    shard = tmp_path / "shard-0000.npz"
+    Documents.load(shards[0]).save(shard)
+    hidden_path(shard).write_bytes(data)
+    with pytest.raises(InputError, match=r"hidden\.npy is missing or damaged .*: delete it, and it is computed again"):
+        Examples([shard])
+
+
 def test_training_lowers_the_loss(llm: LLM, shards: list[Path], tmp_path: Path) -> None:
     losses: list[float] = []
-    target = TargetTensors.read(llm.config, llm.folder)
+    target = TargetTensors.read(llm.config, llm.folder, llm.fingerprint)
     recipe = Recipe(num_epochs=6, batch_size=4, learning_rate=3e-3, shallow_share=1.0)
     train_draft(target, Examples(shards), recipe, tmp_path / "c.pt", progress=lambda told: losses.append(told.loss))
     assert losses[-1] < 0.8 * losses[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretell.errors import ConfigError, InputError
+from foretell.errors import ConfigError, InputError, ModelError
 from foretell.models.config import SLIDING, ModelConfig
 from foretell.models.draft import DraftKind
 from foretell.models.draft_files import shared_names
 from foretell.models.weights import WeightReader
+from foretell.train.checkpoint import load_checkpoint, save_checkpoint
 from foretell.train.distill import Agreement, choose_kept_ids, distill, measure_agreement, run_module
 from foretell.train.draft_module import DraftModule
 from foretell.train.examples import Batch, Examples
@@ -89,19 +89,29 @@ class TargetTensors:
 
     config: ModelConfig
     folder: Path
+    fingerprint: str
     embedding: Tensor
     """[V, E]."""
     head: Tensor
     """[V, E]."""
 
     @classmethod
-    def read(cls, config: ModelConfig, folder: Path) -> TargetTensors:
-        """Return the target's embedding and head, bfloat16."""
+    def read(cls, config: ModelConfig, folder: Path, fingerprint: str) -> TargetTensors:
+        """Return the target's embedding and head, bfloat16.
+
+        Raises:
+            ModelError: the embedding has none of the names that drafts know.
+        """
         with WeightReader(folder) as reader:
             name, head_name = shared_names(reader, config)
+            if not reader.has(name):
+                raise ModelError(
+                    f"nothing can be trained for {config.model_type!r} models, whose embedding is no {name!r}: "
+                    "take a target of another family"
+                )
             embedding = reader.get(name).bfloat16().clone()  # [V, E]
             head = embedding if head_name == name else reader.get(head_name).bfloat16().clone()  # [V, E]
-        return cls(config, folder, embedding, head)
+        return cls(config, folder, fingerprint, embedding, head)
 
 
 @dataclass(slots=True)
@@ -178,14 +188,14 @@ def train_draft(
         target: what the draft shares with it.
         examples: text and hidden states.
         recipe: how to train.
-        checkpoint: where the state is kept; a run with the same recipe and documents goes on from it.
+        checkpoint: where the state is kept; a run with the same recipe, text and target goes on from it.
         always_kept: ids that are kept whatever the text has, such as EOS.
         evaluate_every: steps between evaluations; the state is saved with each.
         progress: told of every step.
         clock: seconds.
 
     Raises:
-        InputError: there is too little text.
+        InputError: there is too little text, or the checkpoint is damaged.
 
     Cost: on two cores 4,000 tokens/s of depth 1 alone, 1,500 of three depths (one layer, hidden width 576).
     """
@@ -194,7 +204,7 @@ def train_draft(
         raise InputError(f"{len(training)} documents are too few to learn from: give at least {recipe.batch_size}")
     steps_per_epoch = len(training) // recipe.batch_size
     num_steps = max(1, round(recipe.num_epochs * steps_per_epoch))
-    key = {**asdict(recipe), "num_documents": len(examples.documents), "num_steps": num_steps}
+    key = {**asdict(recipe), "text": examples.documents.digest, "target": target.fingerprint, "num_steps": num_steps}
     state = _resume(target, examples, recipe, checkpoint, key, always_kept)
     head = target.head[state.kept_ids]  # [K, E]
     first, num_done = divmod(state.step, steps_per_epoch)
@@ -291,32 +301,26 @@ def _resume(
     others = [each for each in module.parameters() if each.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.98), foreach=True)
-    if checkpoint.is_file():
-        saved = torch.load(checkpoint, weights_only=False)
-        if saved["key"] == dict(key):
-            module.load_state_dict(saved["module"])
-            optimizer.load_state_dict(saved["optimizer"])
-            return _State(module, optimizer, saved["kept_ids"], saved["step"], saved["elapsed_s"], saved["losses"])
+    saved = load_checkpoint(checkpoint, key)
+    if saved is not None:
+        module.load_state_dict(saved["module"])
+        optimizer.load_state_dict(saved["optimizer"])
+        kept_ids = saved["kept_ids"].numpy()  # [K]
+        return _State(module, optimizer, kept_ids, saved["step"], saved["elapsed_s"], saved["losses"])
     kept_ids = choose_kept_ids(examples.documents, examples.training(), preset.num_kept, always_kept)
     return _State(module, optimizer, kept_ids)
 
 
 def _save(checkpoint: Path, state: _State, key: Mapping[str, Any]) -> None:
-    partial = checkpoint.with_suffix(f".partial-{os.getpid()}")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(
-        {
-            "key": dict(key),
-            "module": state.module.state_dict(),
-            "optimizer": state.optimizer.state_dict(),
-            "kept_ids": state.kept_ids,
-            "step": state.step,
-            "elapsed_s": state.elapsed_s,
-            "losses": state.losses,
-        },
-        partial,
-    )
-    partial.replace(checkpoint)
+    document = {
+        "module": state.module.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "kept_ids": torch.from_numpy(state.kept_ids),  # [K]
+        "step": state.step,
+        "elapsed_s": state.elapsed_s,
+        "losses": state.losses,
+    }
+    save_checkpoint(checkpoint, key, document)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from foretell.errors import InputError
 from foretell.llm import LLM
 from foretell.passes.rows import Rows
 from foretell.train.text import Documents, hidden_path
+from foretell.train.whole_file import whole_file
 
 HELD_OUT: Final = 24
 """One document in so many is never learned from."""
@@ -126,15 +127,18 @@ def add_hidden(llm: LLM, shard: Path, progress: Callable[[int], None] | None = N
         hidden[start : end - 1] = states.bfloat16().view(torch.uint16).numpy()
         if progress is not None:
             progress(int(end))
-    np.save(hidden_path(shard), hidden)
+    with whole_file(hidden_path(shard)) as file:
+        np.save(file, hidden)
 
 
 def _load_hidden(shard: Path, num_tokens: int) -> NDArray[np.uint16]:
     path = hidden_path(shard)
     try:
         hidden: NDArray[np.uint16] = np.load(path, mmap_mode="r")  # [M, E]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is missing or damaged ({error}): delete {shard.name} to write both again") from None
-    if len(hidden) != num_tokens:
-        raise InputError(f"{path} has {len(hidden)} rows, {shard.name} {num_tokens} tokens: delete both")
+    except (OSError, EOFError, ValueError) as error:
+        raise InputError(f"{path} is missing or damaged ({error}): delete it, and it is computed again") from None
+    if hidden.ndim != 2 or len(hidden) != num_tokens:
+        raise InputError(
+            f"{path} has shape {hidden.shape}, {shard.name} {num_tokens} tokens: delete it, and it is computed again"
+        )
     return hidden

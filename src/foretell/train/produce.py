@@ -82,7 +82,7 @@ def produce_draft(
     text_s = time.perf_counter() - started_s
     checkpoint = out.with_name(f"{out.name}.training.pt")
     trained = train_draft(
-        TargetTensors.read(llm.config, llm.folder),
+        TargetTensors.read(llm.config, llm.folder, llm.fingerprint),
         examples,
         recipe,
         checkpoint,

@@ -52,7 +52,7 @@ def produce_prompts(
     result = train_prompts(
         model,
         plain_copy(model, model.config.max_positions),
-        TargetTensors.read(llm.config, llm.folder),
+        TargetTensors.read(llm.config, llm.folder, llm.fingerprint),
         examples,
         recipe,
         checkpoint,

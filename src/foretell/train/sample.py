@@ -21,6 +21,7 @@ from foretell.passes.rows import Rows
 from foretell.passes.runner import MAX_ROWS, Runner
 from foretell.train.examples import Examples
 from foretell.train.text import Documents
+from foretell.train.whole_file import whole_file
 
 NUM_GIVEN: Final = 2
 """Tokens of the target's text at the start of each sample, so that its first token is the end of a trigram."""
@@ -57,7 +58,8 @@ class Samples:
 
     def save(self, path: Path) -> None:
         """Write a shard, whole or not at all; choices lie beside it."""
-        np.save(_choices_path(path), self.choices)
+        with whole_file(_choices_path(path)) as file:
+            np.save(file, self.choices)
         self.documents.save(path)
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -29,6 +29,7 @@ from foretell.train.scripts import (
     raw_script,
     read_turns,
 )
+from foretell.train.whole_file import whole_file
 
 CHAT, RAW = 0, 1
 """Kinds of documents."""
@@ -71,6 +72,14 @@ class Documents:
         """Tokens of each document, [D]."""
         return np.diff(self.starts)
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything."""
+        digest = hashlib.sha256()
+        for each in fields(self):
+            digest.update(np.ascontiguousarray(getattr(self, each.name)).tobytes())
+        return digest.hexdigest()
+
     @classmethod
     def of(
         cls,
@@ -100,10 +109,8 @@ class Documents:
 
     def save(self, path: Path) -> None:
         """Write a file whole or not at all."""
-        partial = path.with_suffix(f".partial-{os.getpid()}")
-        with partial.open("wb") as file:
+        with whole_file(path) as file:
             np.savez_compressed(file, **{field.name: getattr(self, field.name) for field in fields(self)})
-        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Documents:
@@ -156,7 +163,8 @@ def write_text(
         path = folder / f"shard-{len(shards):04d}.npz"
         if not path.is_file():
             shard = writer.write(len(shards), _shifted(progress, num_done, num_tokens))
-            np.save(hidden_path(path), shard.hidden.view(torch.uint16).numpy())
+            with whole_file(hidden_path(path)) as file:
+                np.save(file, shard.hidden.view(torch.uint16).numpy())
             shard.documents.save(path)
         shards.append(Documents.load(path))
         num_done += len(shards[-1].token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -633,6 +633,44 @@ def test_an_error_of_a_processor_frees_every_sequence(llm: LLM) -> None:
     params = SamplingParams(max_new_tokens=20, logits_processors=[fail], temperature=1.0, n=3)
     with pytest.raises(RuntimeError, match="out of luck"):
         llm.generate(["a", "b"], params)
+
+
+class Interrupted:
+    """Passes calls on, and is interrupted at a given one."""
+
+    def __init__(self, call: Callable[..., Any], at: int) -> None:
+        self.call, self.num_left = call, at
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise KeyboardInterrupt
+        return self.call(*args, **options)
+
+
+@pytest.mark.parametrize(("name", "at"), [("prefill", 1), ("prefill", 3), ("fork", 1), ("fork", 2)])
+def test_an_interrupted_start_frees_every_sequence(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, at: int
+) -> None:
+    owner: Any = {"prefill": llm.engine.runner, "fork": llm.engine.runner.cache}[name]
+    monkeypatch.setattr(owner, name, Interrupted(getattr(owner, name), at))
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=1, n=3)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["x" * 300, "bbb"], params, drafter="none")
+
+
+def test_a_conversation_whose_prompt_is_interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_new_tokens=5)
+    conversation = llm.conversation()
+    answer(conversation.stream(MESSAGES, params))
+    longer = [*MESSAGES, {"role": "user", "content": "x" * 300}]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "prefill", Interrupted(llm.engine.runner.prefill, 2))
+        with pytest.raises(KeyboardInterrupt):
+            answer(conversation.stream(longer, params))
+    assert llm.engine.runner.cache.num_bytes == 0
+    assert same(answer(conversation.stream(longer, params)), llm.chat(longer, params))
+    conversation.close()
 
 
 @pytest.mark.parametrize(

@@ -264,15 +264,20 @@ class LLM:
     def _start_samples(self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None) -> list[_Job]:
         seed = _seed(sampling)
         jobs: list[_Job] = []
-        for sample in range(sampling.n):
-            output = OutputText(self.tokenizer, sampling.stop)
-            request = self._request(prompt_ids, sampling, drafter, output, seed, sample)
-            if jobs:
-                request = replace(request, drafter=jobs[0].sequence.request.drafter.fork())
-                sequence = self.engine.fork(jobs[0].sequence, request)
-            else:
-                sequence = self.engine.start(request)
-            jobs.append(_Job(sequence, output, seed))
+        try:
+            for sample in range(sampling.n):
+                output = OutputText(self.tokenizer, sampling.stop)
+                request = self._request(prompt_ids, sampling, drafter, output, seed, sample)
+                if jobs:
+                    request = replace(request, drafter=jobs[0].sequence.request.drafter.fork())
+                    sequence = self.engine.fork(jobs[0].sequence, request)
+                else:
+                    sequence = self.engine.start(request)
+                jobs.append(_Job(sequence, output, seed))
+        except BaseException:
+            for job in jobs:
+                self.engine.finish(job.sequence)
+            raise
         return jobs
 
     def _request(

@@ -110,6 +110,29 @@ def test_drawing_at_the_least_temperature_is_greedy(lab: Any, rule: Any) -> None
     assert lab.run(lab.engine("copy"), request).sequence.token_ids == lab.decode(None, lab.prompt(1), GREEDY)
 
 
+def test_a_draft_whose_prompt_is_interrupted_keeps_no_slots(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, engine = draft_of(lab), lab.engine("copy")
+
+    def interrupt(rows: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft.runner, "prefill", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.start(lab.request(lab.prompt(1), make("staged", draft), GREEDY))
+    assert draft.runner.cache.num_bytes == engine.runner.cache.num_bytes == 0
+
+
+def test_a_fork_that_fails_closes_its_drafter(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, engine = draft_of(lab), lab.engine("copy")
+    sequence = engine.start(lab.request(lab.prompt(1), make("draft", draft), SAMPLED))
+    fork = lab.request(lab.prompt(1), sequence.request.drafter.fork(), SAMPLED, sequence_key=1)
+    monkeypatch.setattr(engine.runner.cache, "fork", lambda region: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.fork(sequence, fork)
+    engine.finish(sequence)
+    assert draft.runner.cache.num_bytes == engine.runner.cache.num_bytes == 0
+
+
 def test_several_sequences_and_samples_share_a_draft(lab: Any) -> None:
     draft, engine = draft_of(lab, "feature", noise=0.2), lab.engine("copy")
     prompts = [lab.prompt(seed, size) for seed, size in ((1, 3), (2, 9))]

@@ -83,7 +83,7 @@ class Engine:
         self._curves: dict[tuple[int, int], list[float]] = {}
 
     def start(self, request: Request, *, reuse: Region | None = None) -> DecodingSequence:
-        """Prefill a prompt.
+        """Prefill a prompt. Where that fails or is interrupted, all slots are given back, those of `reuse` too.
 
         Args:
             request: what to decode.
@@ -100,21 +100,28 @@ class Engine:
         region = reuse if reuse is not None else cache.allocate(min(len(prompt_ids) + MAX_ROWS, cache.shape.max_slots))
         sequence = DecodingSequence(request, region, list(prompt_ids), started_s=started_s)
         sequence.stats.num_prompt_tokens = len(prompt_ids)
-        hidden = self._prefill(sequence)
-        request.drafter.begin(prompt_ids, hidden)
+        try:
+            hidden = self._prefill(sequence)
+            request.drafter.begin(prompt_ids, hidden)
+        except BaseException:
+            self.finish(sequence)
+            raise
         sequence.stats.prefill_s = self._clock() - started_s
         return sequence
 
     def fork(self, sequence: DecodingSequence, request: Request) -> DecodingSequence:
         """Return a sequence for another request with the same prompt, before `sequence` has taken a step.
 
-        The request's drafter has begun already, or is a fork of one that has.
+        The request's drafter has begun already, or is a fork of one that has. Where this fails, it is closed.
         """
         assert sequence.num_new_tokens == 0
         assert list(request.prompt_ids) == sequence.token_ids
-        fork = DecodingSequence(
-            request, self.runner.cache.fork(sequence.region), list(request.prompt_ids), started_s=sequence.started_s
-        )
+        try:
+            region = self.runner.cache.fork(sequence.region)
+        except BaseException:
+            request.drafter.close()
+            raise
+        fork = DecodingSequence(request, region, list(request.prompt_ids), started_s=sequence.started_s)
         fork.stats.num_prompt_tokens = len(request.prompt_ids)
         fork.stats.prefill_s = sequence.stats.prefill_s
         return fork

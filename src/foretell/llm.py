@@ -18,9 +18,11 @@ from foretell.drafters.corpus import read_corpus
 from foretell.drafters.draft_store import Target, load_draft
 from foretell.drafters.drafter import Drafter, DraftSampling
 from foretell.drafters.next_ids import NextIdsStore
+from foretell.drafters.prompt_store import load_prompts
 from foretell.engine.engine import CommitPolicy, Engine
 from foretell.engine.kept import Kept
 from foretell.engine.measure import quick_profile
+from foretell.engine.prompting import Prompting
 from foretell.engine.sequence import TARGET, DecodingSequence, Request
 from foretell.errors import ConfigError, InputError
 from foretell.hardware.pages import use_huge_pages
@@ -66,6 +68,7 @@ class LLM:
         drafter: who proposes, unless a request says otherwise; see `foretell.drafters.catalog`.
         draft: a draft model: a folder by `foretell train draft`, any model with the same tokenizer, "none", or None for
             what was trained here or ships for this model.
+        prompts: a folder of prompt tokens by `foretell train prompts`, "none", or None, likewise.
         context_tokens: longest sequence; None is the model's own limit.
         corpus: UTF-8 text that the suffix drafter may quote.
         notify: called with one line before something that takes long: a download, a conversion, a compilation.
@@ -86,6 +89,7 @@ class LLM:
         compile: bool = False,
         drafter: str = "all",
         draft: str | Path | None = None,
+        prompts: str | Path | None = None,
         context_tokens: int | None = None,
         corpus: Path | None = None,
         notify: Callable[[str], None] | None = None,
@@ -129,12 +133,14 @@ class LLM:
             is_compiled=compile,
         )
         self.draft = load_draft(draft, target, calibration, notify)
+        self.prompts = load_prompts(prompts, target, notify)
         is_cpu = torch_device.type == "cpu"
         if is_cpu:
             use_huge_pages()
         profile = known or quick_profile(runner, self.profile_key)
         commit: CommitPolicy = "canonical" if is_cpu and torch_dtype == torch.bfloat16 else "copy"
-        self.engine = Engine(runner, profile, calibration, commit)
+        prompting = None if self.prompts is None else Prompting(self.prompts.tokens, self.config.vocab_size)
+        self.engine = Engine(runner, profile, calibration, commit, prompting)
 
     @property
     def profile(self) -> LatencyProfile:
@@ -155,6 +161,7 @@ class LLM:
             "context_tokens": runner.context_tokens,
             "commit": self.engine.commit_policy,
             "draft": "none" if self.draft is None else self.draft.source,
+            "prompts": "none" if self.prompts is None else self.prompts.source,
             "next_ids": "none" if self.next_ids is None else self.next_ids.origin,
             "profile": "tuned" if self.profile.is_bit_exact is not None else "quick measurement",
         }
@@ -319,6 +326,7 @@ class LLM:
             next_ids=None if self.next_ids is None else self.next_ids.table,
             draft=None if self.draft is None else self.draft.engine,
             ngram_table=None if self.draft is None else self.draft.ngram_table,
+            prompts=None if self.prompts is None else self.prompts.drafter,
         )
 
     def _step(self, jobs: list[_Job]) -> list[_Job]:

@@ -58,6 +58,7 @@ def load_llm(engine: EngineSettings, notify: Callable[[str], None] | None = None
         context_tokens=engine.context_tokens,
         corpus=engine.corpus,
         draft=engine.draft,
+        prompts=engine.prompts,
         notify=notify,
     )
 
@@ -69,7 +70,7 @@ def default_drafters(llm: BenchLLM) -> Sequence[str]:
 
 def resolved_engine(llm: BenchLLM, engine: EngineSettings) -> EngineSettings:
     """Return the settings with what the LLM chose itself, so that baselines and children choose the same."""
-    names = ("dtype", "device", "threads", "draft")
+    names = ("dtype", "device", "threads", "draft", "prompts")
     return replace(engine, **{name: llm.settings[name] for name in names if llm.settings.get(name) is not None})
 
 

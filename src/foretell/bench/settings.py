@@ -29,6 +29,8 @@ class EngineSettings:
     corpus: Path | None = None
     draft: str | None = None
     """Folder or Hugging Face id of the draft model, or "none"; None leaves the choice to the LLM."""
+    prompts: str | None = None
+    """Folder of prompt tokens, or "none"; None leaves the choice to the LLM."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json.dumps` takes and `from_json` understands."""

@@ -71,6 +71,7 @@ def bench(
             context_tokens=options.context_tokens,
             corpus=options.corpus,
             draft=options.draft,
+            prompts=options.prompts,
         ),
         report=report,
         resume=resume,

@@ -83,6 +83,14 @@ class EngineOptions:
             rich_help_panel=MODEL,
         ),
     ] = None
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompt tokens: folder, or none.",
+            show_default="the target's own, if it has some",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
     verbose: Annotated[bool, typer.Option("--verbose", help="Print the effective settings to stderr.")] = False
     debug: DebugOption = False
 
@@ -102,6 +110,7 @@ class EngineOptions:
                 context_tokens=self.context_tokens,
                 corpus=self.corpus,
                 draft=self.draft,
+                prompts=self.prompts,
                 notify=notify,
             )
 

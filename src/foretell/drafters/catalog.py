@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foretell.drafters.next_ids import NextIds
 
 TableFactory = Callable[[frozenset[int]], Drafter]
-"""Makes a drafter over a trained n-gram table, given the tokens below which nothing is drafted."""
+"""Makes a drafter over something trained, given the tokens below which nothing is drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Material:
     next_ids: NextIds | None
     draft: DraftEngine | None
     ngram_table: TableFactory | None
+    prompts: TableFactory | None
+    """Makes the drafter of the target's prompt tokens."""
 
 
 def check_drafter_name(name: str) -> None:
@@ -35,8 +37,8 @@ def check_drafter_name(name: str) -> None:
     Raises:
         ConfigError: there is no such drafter.
     """
-    if name not in DRAFTERS and name not in MODEL_DRAFTERS:
-        known = ", ".join((*DRAFTERS, *MODEL_DRAFTERS))
+    if name not in (*DRAFTERS, *MODEL_DRAFTERS, *PROMPT_DRAFTERS):
+        known = ", ".join((*DRAFTERS, *MODEL_DRAFTERS, *PROMPT_DRAFTERS))
         raise ConfigError(f"there is no drafter {name!r}: choose one of {known}")
 
 
@@ -48,6 +50,14 @@ def missing_draft(name: str) -> ConfigError:
     )
 
 
+def missing_prompts(name: str) -> ConfigError:
+    """Return the error of a drafter of prompt tokens where there are none."""
+    return ConfigError(
+        f"drafter {name!r} needs prompt tokens, this model has none: "
+        "train some (`foretell train prompts`) or give their folder (`--prompts`)"
+    )
+
+
 def make_drafter(
     name: str,
     *,
@@ -56,6 +66,7 @@ def make_drafter(
     next_ids: NextIds | None = None,
     draft: DraftEngine | None = None,
     ngram_table: TableFactory | None = None,
+    prompts: TableFactory | None = None,
 ) -> Drafter:
     """Return a new drafter.
 
@@ -66,16 +77,19 @@ def make_drafter(
         next_ids: see `RecycleDrafter`.
         draft: a loaded draft model, the same for every call.
         ngram_table: drafts for the draft model.
+        prompts: makes the drafter of the target's prompt tokens.
 
     Raises:
-        ConfigError: there is no such drafter, or it runs a draft model and there is none.
+        ConfigError: there is no such drafter, or it needs a draft model or prompt tokens and there are none.
     """
     check_drafter_name(name)
     if name in MODEL_DRAFTERS and draft is None:
         raise missing_draft(name)
+    if name in PROMPT_DRAFTERS and prompts is None:
+        raise missing_prompts(name)
     if not isinstance(corpus, Corpus):
         corpus = Corpus(corpus)
-    build = DRAFTERS.get(name) or MODEL_DRAFTERS[name]
+    build = DRAFTERS.get(name) or MODEL_DRAFTERS.get(name) or PROMPT_DRAFTERS[name]
     return build(
         Material(
             eos_ids=eos_ids,
@@ -83,6 +97,7 @@ def make_drafter(
             next_ids=next_ids,
             draft=draft,
             ngram_table=ngram_table,
+            prompts=prompts,
         )
     )
 
@@ -116,14 +131,15 @@ def _recycle(material: Material) -> Drafter:
 
 
 def _all(material: Material) -> Drafter:
-    """The two that complement each other, and a draft model where there is one.
+    """The two that complement each other, and prompt tokens and a draft model where there are some.
 
     The suffix drafter backs off through every context that lookup and n-grams know; merging those in as well changed
     nothing but the time to draft.
     """
     from foretell.drafters.combined import CombinedDrafter
 
-    combined = CombinedDrafter([_suffix(material), _recycle(material)], "all")
+    prompts = [] if material.prompts is None else [_prompts(material)]
+    combined = CombinedDrafter([_suffix(material), _recycle(material), *prompts], "all")
     if material.draft is None:
         return combined
     table = None if material.ngram_table is None else material.ngram_table(material.eos_ids)
@@ -144,6 +160,11 @@ def _staged_chain(material: Material) -> Drafter:
 
 def _staged(material: Material) -> Drafter:
     return _draft_model(material, "staged", inner=_second_stage(material))
+
+
+def _prompts(material: Material) -> Drafter:
+    assert material.prompts is not None
+    return material.prompts(material.eos_ids)
 
 
 def _second_stage(material: Material) -> Drafter:
@@ -187,3 +208,6 @@ MODEL_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
     "staged": _staged,
 }
 """Those that run one."""
+
+PROMPT_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {"prompts": _prompts}
+"""Those that need prompt tokens of the target."""

@@ -8,24 +8,23 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretell.drafters.draft_store import Target
 from foretell.drafters.next_ids import SHIPPED
 from foretell.drafters.prompt_tokens import PromptTokens
+from foretell.drafters.prompts import PromptsDrafter
 from foretell.errors import ConfigError, ModelError
 from foretell.hardware.prompt_policy import GuessRanks
 from foretell.models.draft_files import shared_names
 from foretell.models.files import cache_home
 from foretell.models.sampler import Sampler
 from foretell.models.weights import WeightReader
-
-if TYPE_CHECKING:
-    from foretell.models.config import ModelConfig
 
 FORMAT: Final = 1
 WEIGHTS: Final = "prompts.safetensors"
@@ -45,6 +44,12 @@ class LoadedPrompts:
     tokens: PromptTokens
     source: str
     """Where they came from."""
+    vocab_size: int
+    """The target's."""
+
+    def drafter(self, eos_ids: frozenset[int]) -> PromptsDrafter:
+        """Return a drafter, given the tokens below which nothing is drafted."""
+        return PromptsDrafter(self.tokens, self.vocab_size, eos_ids=eos_ids)
 
 
 def prompts_home(fingerprint: str) -> Path:
@@ -105,72 +110,47 @@ def is_prompts(folder: Path) -> bool:
     return (folder / WEIGHTS).is_file()
 
 
-def read_prompts(
-    folder: Path,
-    target_folder: Path,
-    target: ModelConfig,
-    fingerprint: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> PromptTokens:
+def read_prompts(folder: Path, target: Target) -> PromptTokens:
     """Load prompt tokens beside their target, of whose head a sampler takes rows.
-
-    Args:
-        folder: by `write_prompts`.
-        target_folder: holds the target's safetensors.
-        target: the target's dimensions.
-        fingerprint: the target's.
-        dtype: the target's.
-        device: where they go.
 
     Raises:
         ModelError: they are missing, damaged, or of another target.
     """
     known = _read_fingerprint(folder)
-    if known != fingerprint:
+    if known != target.fingerprint:
         raise ModelError(
-            f"prompt tokens {folder} were trained for target {known[:16]}, this one is {fingerprint[:16]}, another "
-            f"model or fine-tuned since: {REMEDY}"
+            f"prompt tokens {folder} were trained for target {known[:16]}, this one is {target.fingerprint[:16]}, "
+            f"another model or fine-tuned since: {REMEDY}"
         )
     stored = _read_tensors(folder / WEIGHTS)
     try:
-        embeddings = stored["embeddings"].to(device, dtype)  # [C, m, E]
+        embeddings = stored["embeddings"].to(target.device, target.dtype)  # [C, m, E]
         ranks = GuessRanks(stored["ranks"].numpy().astype(np.int64))
-        if embeddings.ndim != 3 or embeddings.shape[1:] != (ranks.num_slots, target.hidden_size):
+        if embeddings.ndim != 3 or embeddings.shape[1:] != (ranks.num_slots, target.config.hidden_size):
             raise ValueError(f"embeddings {tuple(embeddings.shape)}")
         sampler = None
         if "sampler.out.weight" in stored:
             kept_ids = stored["kept_ids"].long()  # [K]
-            if not (kept_ids.diff() > 0).all() or int(kept_ids[0]) < 0 or int(kept_ids[-1]) >= target.vocab_size:
+            if not (kept_ids.diff() > 0).all() or int(kept_ids[0]) < 0 or int(kept_ids[-1]) >= target.config.vocab_size:
                 raise ValueError("kept ids")
-            with WeightReader(target_folder) as reader:
-                head = reader.get(shared_names(reader, target)[1])[kept_ids]  # [K, E]
-            sampler = Sampler(stored, head, kept_ids.numpy(), dtype, device)
+            with WeightReader(target.folder) as reader:
+                embedding_name, head_name = shared_names(reader, target.config)
+                embedding = reader.get_mapped(embedding_name).to(target.device)  # [V, E]
+                head = reader.get(head_name)[kept_ids]  # [K, E]
+            sampler = Sampler(stored, embedding, head, kept_ids.numpy(), target.dtype, target.device)
         return PromptTokens(embeddings, ranks, sampler)
     except (IndexError, KeyError, RuntimeError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} does not hold what prompt tokens need ({error}): {REMEDY}") from None
 
 
 def load_prompts(
-    prompts: str | Path | None,
-    target_folder: Path,
-    target: ModelConfig,
-    fingerprint: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    notify: Callable[[str], None] | None = None,
+    prompts: str | Path | None, target: Target, notify: Callable[[str], None] | None = None
 ) -> LoadedPrompts | None:
     """Return the prompt tokens of a target; None where there are none, or none are wanted.
 
     Args:
         prompts: a folder by `foretell train prompts`, "none", or None for what was trained here or ships.
-        target_folder: holds the target's safetensors.
-        target: the target's dimensions.
-        fingerprint: the target's.
-        dtype: the target's.
-        device: the target's.
+        target: what they must fit.
         notify: called with what is wrong with prompt tokens that were not asked for, in one line.
 
     Raises:
@@ -178,16 +158,16 @@ def load_prompts(
     """
 
     def read(folder: Path) -> LoadedPrompts:
-        tokens = read_prompts(folder, target_folder, target, fingerprint, dtype=dtype, device=device)
-        return LoadedPrompts(tokens=tokens, source=str(folder))
+        tokens = read_prompts(folder, target)
+        return LoadedPrompts(tokens=tokens, source=str(folder), vocab_size=target.config.vocab_size)
 
     if prompts == NONE:
         return None
     if prompts is not None:
         return read(Path(prompts))
-    for folder in (prompts_home(fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))):
+    for folder in (prompts_home(target.fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))):
         try:
-            if is_prompts(folder) and _read_fingerprint(folder) == fingerprint:
+            if is_prompts(folder) and _read_fingerprint(folder) == target.fingerprint:
                 return read(folder)
         except ModelError as error:
             if notify is not None:

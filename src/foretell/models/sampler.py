@@ -9,7 +9,7 @@ block over the state and the embedding of the token before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ class Sampler:
 
     Args:
         tensors: `sampler.mix.weight` [W, 2 * E], `sampler.mix.bias` [W], `sampler.out.weight` [E, W].
+        embedding: the target's, [V, E].
         head: rows of the target's head for the kept ids, [K, E].
         kept_ids: target ids of the guesses, int64 [K], ascending.
         dtype: of the weights in memory.
@@ -36,6 +37,7 @@ class Sampler:
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
+        embedding: Tensor,
         head: Tensor,
         kept_ids: NDArray[np.int64],
         dtype: torch.dtype,
@@ -47,20 +49,21 @@ class Sampler:
         self.mix = PackedLinear(put("sampler.mix.weight"), put("sampler.mix.bias"))
         self.out = PackedLinear(put("sampler.out.weight"))
         self.head = PackedLinear(head.to(device, dtype).contiguous())
-        self.kept_ids = kept_ids
+        self.embedding, self.kept_ids = embedding, kept_ids
 
-    def __call__(self, states: Tensor, before: Tensor) -> Tensor:
+    def __call__(self, states: Tensor, before: Sequence[int]) -> Tensor:
         """Return logits over the kept ids, [N, K].
 
         Args:
             states: final states of prompt rows, [N, E].
-            before: the target's input embeddings of the tokens before the guesses, [N, E].
+            before: ids of the tokens before the guesses, N.
         """
-        return self.head(self.out(F.silu(self.mix(sampler_inputs(states, before))), states))
+        embedded = self.embedding[torch.tensor(before, device=self.embedding.device)].to(states)  # [N, E]
+        return self.head(self.out(F.silu(self.mix(sampler_inputs(states, embedded))), states))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of resident weights."""
+        """Bytes of resident weights; the embedding is the target's."""
         return self.mix.num_bytes + self.out.num_bytes + self.head.num_bytes
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from foretell.cli.terminal import note_sources, note_stats, painter, source_style
+from foretell.cli.terminal import counted, note_sources, note_stats, painter, source_style
 from foretell.drafters.catalog import DRAFTERS
 from foretell.result import DraftWork, Stats
 
@@ -56,6 +56,13 @@ def test_the_legend_counts_sources(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr("sys.stderr", stderr)
     note_sources(sources)
     assert stderr.getvalue().startswith("proposed by: \x1b[35mdraft 2\x1b[0m, target 1, \x1b[31m")
+
+
+def test_progress_ends_at_a_hundred_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    with counted("writing") as count:
+        for done in (0, 10, 25):
+            count(done, 10)
+    assert capsys.readouterr().err == "foretell: writing: 0 %\nforetell: writing: 100 %\n"
 
 
 def test_figures_of_a_draft_model_are_told_where_one_ran(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import foretell as package
+from foretell.cli import main
 from foretell.cli.options import DecodingOptions, EngineOptions, SamplingOptions
 
 from .conftest import SOURCE, Foretell, cli_environment
@@ -56,12 +58,27 @@ def test_every_command_has_help(foretell: Foretell, command: str) -> None:
         (["generate", "x", "--max-new-tokens", "4", "--min-new-tokens", "5"], "above `max_new_tokens`"),
         (["generate", "x", "--file", "y"], "both given"),
         (["demo", "--n", "2", "--temperature", "1"], "one answer"),
+        (["train", "draft", "--tokens", "0"], "--tokens"),
+        (["train", "draft", "--seed", str(2**63)], "--seed"),
+        (["train", "ngram", "--tokens", "-5"], "--tokens"),
+        (["train", "ngram", "--samples", "0"], "--samples"),
+        (["train", "ngram", "--max-bytes", "0"], "--max-bytes"),
+        (["train", "ngram", "--seed", "-1"], "--seed"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(foretell: Foretell, args: list[str], part: str) -> None:
     result = foretell(*args)
     assert (result.returncode, result.stdout) == (2, "")
     assert_one_line_error(result.stderr, part)
+
+
+def test_an_end_of_file_is_no_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def app(**_: object) -> None:
+        raise typer.Abort from EOFError("Ran out of input")  # what typer makes of it
+
+    monkeypatch.setattr(main, "app", app)
+    assert main.run([]) == 1
+    assert_one_line_error(capsys.readouterr().err, "unexpected end of a file: Ran out of input")
 
 
 def test_a_missing_file(foretell: Foretell, tmp_path: Path) -> None:

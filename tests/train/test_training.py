@@ -13,12 +13,24 @@ import torch
 
 from foretell.errors import ConfigError, InputError, ModelError
 from foretell.llm import LLM
+from foretell.models.draft_files import is_draft
+from foretell.models.weights import WeightReader
 from foretell.params import SamplingParams
+from foretell.train import produce as produce_module
 from foretell.train import text as text_module
 from foretell.train.draft import Recipe, TargetTensors, train_draft
 from foretell.train.examples import Examples, add_hidden
-from foretell.train.produce import produce_draft, produce_ngram, text_home
-from foretell.train.text import CHAT, RAW, Documents, hidden_path, shard_paths, take_text, write_text
+from foretell.train.produce import check_place, produce_draft, produce_ngram, text_home
+from foretell.train.text import (
+    CHAT,
+    RAW,
+    Documents,
+    hidden_path,
+    read_prompts,
+    shard_paths,
+    take_text,
+    write_text,
+)
 from tiny import EOS, save_model
 
 RECIPE = Recipe(num_epochs=3, batch_size=4, learning_rate=3e-3)
@@ -83,13 +95,30 @@ def test_text_goes_on_where_it_stopped(llm: LLM, shards: list[Path]) -> None:
 
 def test_text_of_another_folder_is_taken_over(llm: LLM, shards: list[Path], tmp_path: Path) -> None:
     """Without its hidden states, which are computed again."""
-    assert take_text(shards[0].parent, tmp_path / "text") == len(shards)
+    assert take_text(shards[0].parent, tmp_path / "text", llm.fingerprint, llm.config.vocab_size) == len(shards)
     taken = shard_paths(tmp_path / "text", 6000)
     for path, shard in zip(taken, shards, strict=True):
         assert not hidden_path(path).exists()
         assert Documents.load(path).token_ids.tolist() == Documents.load(shard).token_ids.tolist()
     with pytest.raises(InputError, match="holds no shards of text"):
-        take_text(tmp_path, tmp_path / "other")
+        take_text(tmp_path, tmp_path / "other", llm.fingerprint, llm.config.vocab_size)
+
+
+def test_text_by_another_target_is_not_taken(llm: LLM, shards: list[Path], tmp_path: Path) -> None:
+    """All or none: the first shard would do."""
+    fingerprint, vocab_size = llm.fingerprint, llm.config.vocab_size
+    with pytest.raises(InputError, match=r"is text by model .*, this one is other: give text by this very target"):
+        take_text(shards[0].parent, tmp_path / "text", "other", vocab_size)
+    source = tmp_path / "source"
+    source.mkdir()
+    Documents.load(shards[0]).save(source / "shard-0000.npz")  # does not say whose it is
+    for token_id in (vocab_size, -1):
+        Documents.of([[1, token_id]], [CHAT], [0], [0.0]).save(source / "shard-0001.npz")
+        with pytest.raises(InputError, match=f"shard-0001.npz has token {token_id}, this model's go to"):
+            take_text(source, tmp_path / "text", fingerprint, vocab_size)
+    assert not list((tmp_path / "text").glob("*.npz"))
+    (source / "shard-0001.npz").unlink()
+    assert take_text(source, tmp_path / "text", fingerprint, vocab_size) == 1
 
 
 def test_given_prompts_are_answered(llm: LLM, tmp_path: Path) -> None:
@@ -106,8 +135,10 @@ def test_given_prompts_are_answered(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no json", r'prompts.jsonl:1 is no object with "prompt" or "turns"'),
+        ("no json", r'prompts.jsonl:1 is no object with "prompt", a text, or "turns", a list of texts'),
         ('{"question": 3}', "prompts.jsonl:1 is no object"),
+        ('{"turns": "abc"}', "prompts.jsonl:1 is no object"),
+        ("", "prompts.jsonl is empty"),
         ('{"prompt": "' + "x" * 100 + '"}', "has 1 turns, none of 1 to 40 tokens"),
     ],
 )
@@ -117,7 +148,15 @@ def test_bad_prompts_are_told(llm: LLM, tmp_path: Path, line: str, message: str)
     with pytest.raises(InputError, match=message):
         write_text(llm, tmp_path / "text", 100, prompts=prompts)
     with pytest.raises(InputError, match="cannot be read"):
-        write_text(llm, tmp_path / "text", 100, prompts=tmp_path / "missing")
+        produce_draft(llm, tmp_path / "draft", RECIPE, 100, prompts=tmp_path / "missing")
+
+
+def test_prompts_may_begin_with_a_mark_and_hold_any_line_end(llm: LLM, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode())
+    assert read_prompts(prompts, llm.tokenizer) == [
+        llm.tokenizer.encode(text, add_special_tokens=False) for text in ("a\u2028b", "c")
+    ]
 
 
 @pytest.mark.parametrize("kind", ["feature", "lm"])
@@ -225,6 +264,34 @@ def test_nothing_else_is_overwritten(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds something that is no draft"):
         produce_draft(llm, tmp_path, RECIPE, 100)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_what_cannot_end_well_is_told_before_any_text_is_written(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("text was written")
+
+    monkeypatch.setattr(produce_module, "write_text", refuse)
+    with pytest.raises(ConfigError, match=r"/dev/null/x/y cannot be written: .*; choose another place"):
+        produce_draft(llm, Path("/dev/null/x/y"), RECIPE, 100)
+    with pytest.raises(ConfigError, match="`prompts` and `text` were both given"):
+        produce_draft(llm, tmp_path / "a", RECIPE, 100, prompts=tmp_path / "p", text=tmp_path)
+    monkeypatch.setattr(WeightReader, "has", lambda self, name: False)
+    with pytest.raises(ModelError, match="nothing can be trained for 'llama' models, whose embedding is no"):
+        produce_draft(llm, tmp_path / "a", RECIPE, 100)
+
+
+def test_a_place_may_be_named_by_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert check_place(Path(), is_draft, "draft") == tmp_path.resolve()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_without_a_draft_is_told(llm: LLM, tmp_path: Path) -> None:
+    for folder, message in ((tmp_path, "holds no draft: make one"), (tmp_path / "x", "does not exist: make a draft")):
+        with pytest.raises(ModelError, match=rf"{message} first, with `foretell train draft`"):
+            produce_ngram(llm, folder, num_tokens=10, max_bytes=10_000, seed=0, text_tokens=10)
 
 
 def test_a_model_of_its_own_drafts_too(llm: LLM, tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def run(args: Sequence[str]) -> int:
         return _closed_pipe()
     except KeyboardInterrupt:
         return 130
-    except typer.Abort:
+    except typer.Abort as error:
+        if isinstance(error.__cause__, EOFError):  # typer takes any end of a file for the user's wish to stop
+            return _report(f"unexpected end of a file: {error.__cause__}", error.__cause__, 1, invocation)
         return 130
     except typer.TyperException as error:
         message = error.format_message()
@@ -67,7 +69,8 @@ def run(args: Sequence[str]) -> int:
     except UnicodeEncodeError as error:
         return _report(f"stdout takes {error.encoding} only: set PYTHONIOENCODING=utf-8", error, 1, invocation)
     except OSError as error:
-        return _report(f"cannot read or write: {error.strerror or error}", error, 1, invocation)
+        where = "" if error.filename is None else f" {error.filename}"
+        return _report(f"cannot read or write{where}: {error.strerror or error}", error, 1, invocation)
     except Exception as error:
         hint = "" if invocation.is_debug else " (--debug prints the traceback)"
         return _report(f"unexpected {type(error).__name__}: {error}{hint}", error, 1, invocation)

@@ -75,7 +75,7 @@ def _tenths(message: str) -> Count:
     tenths = set()
 
     def note_tenth(done: int, total: int) -> None:
-        if (tenth := 10 * done // total) not in tenths:
+        if (tenth := min(10, 10 * done // total)) not in tenths:
             tenths.add(tenth)
             note(f"foretell: {message}: {10 * tenth} %")
 

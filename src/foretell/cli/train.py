@@ -22,8 +22,16 @@ TargetOption = Annotated[
     typer.Option(help="Hugging Face id, folder or .gguf file of the target.", show_default="SmolLM2-135M-Instruct"),
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's own choice")]
-TokensOption = Annotated[int, typer.Option(help="Tokens of text that the target writes; written text is kept.")]
-SeedOption = Annotated[int, typer.Option(help="Of the text, its order, and the first weights.")]
+TokensOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Tokens of text that the target writes: at least one shard, 384 documents or about 100,000 tokens. Text "
+        "is kept, with hidden states: 1.2 GB a million tokens for a hidden width of 576.",
+    ),
+]
+MAX_SEED = 2**63 - 1
+SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the text, its order, and the first weights.")]
 
 
 @train.command()
@@ -57,7 +65,8 @@ def draft(
 ) -> None:
     """Distil a small draft model from a target. Interrupted runs go on when the command is given again.
 
-    The target writes its own training text; no data set is needed.
+    The target writes its own training text; no data set is needed. On two cores the default model writes 300 to 460
+    tokens/s, a million in 40 to 55 minutes; training then took 50 minutes for 690,000 tokens read 7 times.
     """
     from foretell.cli.documents import print_document
     from foretell.cli.terminal import counted_stages
@@ -83,10 +92,12 @@ def ngram(
         Path | None, typer.Option(help="The draft's folder.", show_default="where `train draft` puts it")
     ] = None,
     target: TargetOption = None,
-    samples: Annotated[int, typer.Option(help="Tokens that the draft samples.")] = 4_000_000,
-    max_bytes: Annotated[int, typer.Option(help="Most bytes of the table.")] = 7_900_000,
+    samples: Annotated[int, typer.Option(min=1, help="Tokens that the draft samples.")] = 4_000_000,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of the table.")] = 7_900_000,
     tokens: TokensOption = 1_000_000,
-    seed: SeedOption = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Of the target's text, which is found by it, and of the sampling.")
+    ] = 0,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

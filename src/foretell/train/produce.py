@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from foretell.errors import ConfigError
+from foretell.errors import ConfigError, ModelError
 from foretell.llm import LLM
 from foretell.models.draft_files import WEIGHTS, is_draft, read_draft, read_draft_facts, write_draft
 from foretell.models.files import DEFAULT_MODEL, DEFAULT_TITLE, cache_home
@@ -22,7 +23,8 @@ from foretell.train.card import NGRAM_HEADING, draft_card, ngram_section
 from foretell.train.distill import Agreement
 from foretell.train.draft import Progress, Recipe, TargetTensors, TrainedDraft, train_draft
 from foretell.train.examples import Examples, add_hidden
-from foretell.train.text import hidden_path, shard_paths, take_text, write_text
+from foretell.train.text import hidden_path, read_prompts, shard_paths, take_text, write_text
+from foretell.train.whole_file import whole_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -70,19 +72,19 @@ def produce_draft(
         reports: who is told how far it is.
 
     Raises:
-        InputError: there is too little text, or a shard of it is damaged.
-        ConfigError: `out` holds something else, or cannot be written.
+        InputError: there is too little text, or a shard of it is damaged or by another target.
+        ConfigError: `out` holds something else, or cannot be written; or `prompts` and `text` were both given.
+        ModelError: this kind of target cannot be trained for.
     """
     reports = reports or Reports()
-    _check_out(out)
+    out = check_place(out, is_draft, "draft")
+    target = TargetTensors.read(llm.config, llm.folder, llm.fingerprint)
     started_s = time.perf_counter()
-    if text is not None:
-        take_text(text, text_home(llm.fingerprint, recipe.seed))
-    examples = own_examples(llm, num_tokens, recipe.seed, prompts, reports.text)
+    examples = own_examples(llm, num_tokens, recipe.seed, prompts, reports.text, text=text)
     text_s = time.perf_counter() - started_s
     checkpoint = out.with_name(f"{out.name}.training.pt")
     trained = train_draft(
-        TargetTensors.read(llm.config, llm.folder, llm.fingerprint),
+        target,
         examples,
         recipe,
         checkpoint,
@@ -125,7 +127,7 @@ def produce_ngram(
         reports: who is told how far it is.
 
     Raises:
-        ModelError: the draft is damaged, or of another target.
+        ModelError: the draft is missing, damaged, or of another target.
         InputError: a shard of text or samples is damaged.
         ConfigError: the table cannot be written.
     """
@@ -133,7 +135,7 @@ def produce_ngram(
     from foretell.train.katz import train_ngram
 
     reports = reports or Reports()
-    read_draft_facts(folder)
+    _check_draft(folder)
     runner = llm.engine.runner
     draft = read_draft(
         folder, llm.folder, llm.config, llm.fingerprint, dtype=runner.model.dtype, device=runner.model.device
@@ -160,19 +162,37 @@ def produce_ngram(
     )
     scores = asdict(report)
     document = json.dumps({**facts, **scores}, indent=2, default=str)
-    (folder / "ngram.json").write_text(document + "\n", encoding="utf-8")
+    with whole_file(folder / "ngram.json") as file:
+        file.write(f"{document}\n".encode())
     card = folder / "README.md"
     before = card.read_text(encoding="utf-8").partition(NGRAM_HEADING)[0] if card.is_file() else ""
-    card.write_text(before + ngram_section(json.loads(document)), encoding="utf-8")
+    with whole_file(card) as file:
+        file.write((before + ngram_section(json.loads(document))).encode())
     return scores
 
 
 def own_examples(
-    llm: LLM, num_tokens: int, seed: int, prompts: Path | None, progress: Callable[[int, int], None] | None
+    llm: LLM,
+    num_tokens: int,
+    seed: int,
+    prompts: Path | None,
+    progress: Callable[[int, int], None] | None,
+    *,
+    text: Path | None = None,
 ) -> Examples:
-    """Return a target's own text with its hidden states; what is not there yet is written."""
+    """Return a target's own text with its hidden states; what is neither there nor in the folder `text` is written.
+
+    Raises:
+        InputError: a shard is damaged or by another target, or `prompts` has no usable line.
+        ConfigError: `prompts` and `text` were both given.
+    """
+    if prompts is not None and text is not None:
+        raise ConfigError("`prompts` and `text` were both given, text that is there answers no prompts: drop one")
     folder = text_home(llm.fingerprint, seed)
+    if text is not None:
+        take_text(text, folder, llm.fingerprint, llm.config.vocab_size)
     if prompts is not None:
+        read_prompts(prompts, llm.tokenizer)
         folder = folder.with_name(f"text-{seed}-{_digest(prompts)[:16]}")
     write_text(llm, folder, num_tokens, seed=seed, prompts=prompts, progress=progress)
     shards = shard_paths(folder, num_tokens)
@@ -182,9 +202,37 @@ def own_examples(
     return Examples(shards)
 
 
-def _check_out(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and (is_draft(out) or not any(out.iterdir()))):
-        raise ConfigError(f"{out} holds something that is no draft: choose another place")
+def check_place(out: Path, is_own: Callable[[Path], bool], kind: str) -> Path:
+    """Return the full path of a folder to write to, having tried that it can be written.
+
+    Args:
+        out: it need not exist.
+        is_own: whether a folder holds what may be replaced.
+        kind: what that is called.
+
+    Raises:
+        ConfigError: it holds something else, or cannot be written.
+    """
+    out = out.expanduser().resolve()
+    try:
+        if out.exists() and not (out.is_dir() and (is_own(out) or not any(out.iterdir()))):
+            raise ConfigError(f"{out} holds something that is no {kind}: choose another place")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (out.parent, out) if out.exists() else (out.parent,):
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}; choose another place") from None
+    return out
+
+
+def _check_draft(folder: Path) -> None:
+    """Raise where a folder holds no draft that its files tell of."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} does not exist: make a draft first, with `foretell train draft`")
+    if not is_draft(folder):
+        raise ModelError(f"{folder} holds no draft: make one first, with `foretell train draft`")
+    read_draft_facts(folder)
 
 
 def training_facts(

@@ -13,10 +13,9 @@ from foretell.models.gpt2 import GPT2
 from foretell.models.llama import Llama
 from foretell.passes.compiled import plain_copy
 from foretell.train.draft import TargetTensors
-from foretell.train.produce import ALWAYS_KEPT, own_examples, text_home, training_facts
+from foretell.train.produce import ALWAYS_KEPT, check_place, own_examples, training_facts
 from foretell.train.prompt_card import prompt_card
 from foretell.train.prompts import PromptProgress, PromptRecipe, SlotAccuracy, TrainedPrompts, train_prompts
-from foretell.train.text import take_text
 
 
 def produce_prompts(
@@ -36,23 +35,21 @@ def produce_prompts(
         InputError: there is too little text, or a shard of it is damaged.
         ConfigError: `out` holds something else or cannot be written, or gradients cannot pass through this target.
     """
-    if out.exists() and not (out.is_dir() and (is_prompts(out) or not any(out.iterdir()))):
-        raise ConfigError(f"{out} holds something that is no prompt tokens: choose another place")
+    out = check_place(out, is_prompts, "prompt tokens")
     model = llm.engine.runner.model
     if not isinstance(model, Llama | GPT2):
         raise ConfigError(
             f"prompt tokens need a decoder of foretell's own, {model.config.model_type} has none: use another drafter"
         )
+    target = TargetTensors.read(llm.config, llm.folder, llm.fingerprint)
     started_s = time.perf_counter()
-    if text is not None:
-        take_text(text, text_home(llm.fingerprint, recipe.seed))
-    examples = own_examples(llm, num_tokens, recipe.seed, prompts, written)
+    examples = own_examples(llm, num_tokens, recipe.seed, prompts, written, text=text)
     text_s = time.perf_counter() - started_s
     checkpoint = out.with_name(f"{out.name}.training.pt")
     result = train_prompts(
         model,
         plain_copy(model, model.config.max_positions),
-        TargetTensors.read(llm.config, llm.folder, llm.fingerprint),
+        target,
         examples,
         recipe,
         checkpoint,

@@ -165,10 +165,10 @@ def read_turns(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[i
         max_tokens: longer turns are left out, since they leave no room for an answer.
 
     Raises:
-        InputError: the file cannot be read, a line is no such object, or no turn is short enough.
+        InputError: the file cannot be read or is empty, a line is no such object, or no turn is short enough.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other line ends, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"prompts {path} cannot be read ({error}): give a JSON Lines file in UTF-8") from None
     turns = [
@@ -176,6 +176,8 @@ def read_turns(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[i
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
+    if not turns:
+        raise InputError(f'prompts {path} is empty: give one object with "prompt" or "turns" a line')
     short = [turn for turn in turns if 0 < len(turn) <= max_tokens]
     if not short:
         raise InputError(f"prompts {path} has {len(turns)} turns, none of 1 to {max_tokens} tokens: give shorter ones")
@@ -185,11 +187,15 @@ def read_turns(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[i
 def _turn(path: Path, number: int, line: str) -> str:
     try:
         row = json.loads(line)
-        text = row["prompt"] if "prompt" in row else row["turns"][0]
-    except (ValueError, KeyError, IndexError, TypeError):
+        turns = [row["prompt"]] if "prompt" in row else row["turns"]
+        text = turns[0] if isinstance(turns, list) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        raise InputError(f'{path}:{number} is no object with "prompt" or "turns": see `foretell train draft --help`')
+        raise InputError(
+            f'{path}:{number} is no object with "prompt", a text, or "turns", a list of texts: '
+            "see `foretell train draft --help`"
+        )
     return text
 
 

@@ -20,6 +20,7 @@ from foretell.engine.sequence import DecodingSequence, Request
 from foretell.errors import InputError
 from foretell.llm import LLM
 from foretell.passes.runner import Runner
+from foretell.text.tokenizer import Tokenizer
 from foretell.train.scripts import (
     OPENINGS,
     ChatShape,
@@ -107,10 +108,11 @@ class Documents:
         joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         return cls(starts=starts, **joined)
 
-    def save(self, path: Path) -> None:
-        """Write a file whole or not at all."""
+    def save(self, path: Path, fingerprint: str = "") -> None:
+        """Write a file whole or not at all; `fingerprint` tells whose text it is, "" where that is not known."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         with whole_file(path) as file:
-            np.savez_compressed(file, **{field.name: getattr(self, field.name) for field in fields(self)})
+            np.savez_compressed(file, **arrays, fingerprint=np.array(fingerprint))
 
     @classmethod
     def load(cls, path: Path) -> Documents:
@@ -165,7 +167,7 @@ def write_text(
             shard = writer.write(len(shards), _shifted(progress, num_done, num_tokens))
             with whole_file(hidden_path(path)) as file:
                 np.save(file, shard.hidden.view(torch.uint16).numpy())
-            shard.documents.save(path)
+            shard.documents.save(path, llm.fingerprint)
         shards.append(Documents.load(path))
         num_done += len(shards[-1].token_ids)
         if progress is not None:
@@ -178,25 +180,59 @@ def _shifted(progress: Callable[[int, int], None] | None, before: int, total: in
 
     def shifted(done: int) -> None:
         if progress is not None:
-            progress(before + done, total)
+            progress(min(before + done, total), total)  # a shard may hold more than is wanted
 
     return shifted
 
 
-def take_text(source: Path, folder: Path) -> int:
+def take_text(source: Path, folder: Path, fingerprint: str, vocab_size: int) -> int:
     """Copy the shards of one folder to another, but for those that are there; returns how many `source` has.
 
+    All are read before the first is copied. A shard that does not say whose text it is, is taken for the target's.
+
+    Args:
+        source: where they are.
+        folder: where they go.
+        fingerprint: the target's.
+        vocab_size: the target's.
+
     Raises:
-        InputError: `source` has none, or one is damaged.
+        InputError: `source` has none, or one is damaged or by another target.
     """
     paths = sorted(source.glob("shard-*.npz"))
     if not paths:
         raise InputError(f"{source} holds no shards of text: give a folder by `foretell train draft`")
-    folder.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        _refuse_other_target(path, fingerprint, vocab_size)
     for path in paths:
         if not (folder / path.name).is_file():
-            Documents.load(path).save(folder / path.name)
+            Documents.load(path).save(folder / path.name, _fingerprint_of(path))
     return len(paths)
+
+
+def _fingerprint_of(shard: Path) -> str:
+    """Return whose text an undamaged shard is, "" where it does not say."""
+    with np.load(shard, allow_pickle=False) as arrays:
+        return str(arrays["fingerprint"]) if "fingerprint" in arrays else ""
+
+
+def _refuse_other_target(path: Path, fingerprint: str, vocab_size: int) -> None:
+    documents, found = Documents.load(path), _fingerprint_of(path)
+    if found not in ("", fingerprint):
+        raise InputError(
+            f"{path} is text by model {found[:16]}, this one is {fingerprint[:16]}: give text by this very target"
+        )
+    low, high = int(documents.token_ids.min(initial=0)), int(documents.token_ids.max(initial=0))
+    if low < 0 or high >= vocab_size:
+        raise InputError(
+            f"{path} has token {low if low < 0 else high}, this model's go to {vocab_size - 1}: "
+            "give text by this very target"
+        )
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the user turns of a file that leave room for an answer, see `read_turns`."""
+    return read_turns(path, tokenizer, DOCUMENT_TOKENS // 2)
 
 
 def shard_paths(folder: Path, num_tokens: int) -> list[Path]:
@@ -235,7 +271,7 @@ class _Writer:
         self._engine = Engine(runner, llm.profile, llm.engine.calibration, "copy")
         self._shape = ChatShape.of(llm.tokenizer)
         self._openings = [llm.tokenizer.encode(text, add_special_tokens=False) for text in OPENINGS]
-        self._turns = None if prompts is None else read_turns(prompts, llm.tokenizer, DOCUMENT_TOKENS // 2)
+        self._turns = None if prompts is None else read_prompts(prompts, llm.tokenizer)
 
     def write(self, shard: int, progress: Callable[[int], object]) -> _Shard:
         """Return one shard's documents and hidden states."""

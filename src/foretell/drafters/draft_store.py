@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from foretell.drafters.draft_engine import DraftEngine
 from foretell.drafters.next_ids import SHIPPED
 from foretell.errors import ConfigError, ModelError
-from foretell.models.draft_files import is_draft, read_draft, read_draft_facts
+from foretell.models.draft_files import draft_digest, is_draft, read_draft, read_draft_facts
 from foretell.models.files import cache_home, resolve
 
 if TYPE_CHECKING:
@@ -134,15 +134,21 @@ def _load(folder: Path, target: Target, calibration: Calibration, notify: Callab
             notify=notify,
         )
     engine = DraftEngine(model, target.context_tokens, calibration, compiled)
-    return LoadedDraft(engine=engine, ngram_table=_read_table(folder, target), source=str(folder))
+    return LoadedDraft(engine=engine, ngram_table=_read_table(folder, target, notify), source=str(folder))
 
 
-def _read_table(folder: Path, target: Target) -> TableFactory | None:
-    from foretell.drafters.katz import FILE, KatzDrafter, read_katz
+def _read_table(folder: Path, target: Target, notify: Callable[[str], None] | None) -> TableFactory | None:
+    """Return the table of a draft; None where there is none, or it counts what another draft chose."""
+    from foretell.drafters.katz import FILE, KatzDrafter, read_facts, read_katz
 
-    if not (folder / FILE).is_file():
+    path = folder / FILE
+    if not path.is_file():
         return None
-    table = read_katz(folder / FILE, target.fingerprint, target.config.vocab_size)
+    if read_facts(path).get("draft") != draft_digest(folder):
+        if notify is not None:
+            notify(f"{path} was made for another draft, it is left out: run `foretell train ngram` again")
+        return None
+    table = read_katz(path, target.fingerprint, target.config.vocab_size)
     return lambda eos_ids: KatzDrafter(table, eos_ids=eos_ids)
 
 

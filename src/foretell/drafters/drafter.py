@@ -12,6 +12,7 @@ from foretell.tree.token_tree import TokenTree
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from foretell.params import SamplingParams
     from foretell.verify.draws import DrawPlan
 
 
@@ -25,6 +26,11 @@ class DraftSampling:
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, seed: int, sequence_key: int) -> DraftSampling:
+        """Return what drafters may know of a request's sampling."""
+        return cls(seed, sequence_key, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
 @dataclass(frozen=True, slots=True)

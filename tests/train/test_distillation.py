@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,53 @@ def test_a_damaged_draft_is_told(tmp_path: Path, damage: str) -> None:
         {"cut": data[: len(data) // 2], "empty": b"", "other": data.replace(b"kept_ids", b"lost_ids")}[damage]
     )
     with pytest.raises(ModelError, match="train it again with `foretell train draft`"):
+        saved.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("no_feature", lambda tensor: tensor[:15]),
+        ("fuse.weight", lambda tensor: tensor[:, :30]),
+        ("model.layers.0.mlp.down_proj.weight", lambda tensor: tensor[:, :20]),
+        ("model.norm.weight", lambda tensor: tensor[:1]),
+        ("kept_ids", lambda tensor: tensor.flip(0)),
+        ("kept_ids", lambda tensor: tensor[[0, 1, 1, 3]]),
+        ("kept_ids", lambda tensor: tensor - 1),
+        ("kept_ids", lambda tensor: tensor[:0]),
+    ],
+)
+def test_a_weight_of_another_shape_or_order_is_told(tmp_path: Path, name: str, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved = Saved(tmp_path)
+    path = saved.folder / "draft.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, path)
+    with pytest.raises(ModelError, match=r"does not hold what config\.json says .*: train it again"):
+        saved.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sliding_window", "a"),
+        ("sliding_window", None),
+        ("sliding_window", 0),
+        ("num_heads", "4"),
+        ("num_kv_heads", 0),
+        ("norm_eps", None),
+        ("layer_types", []),
+        ("rope_scaling", 2),
+    ],
+)
+def test_a_body_that_cannot_run_is_told(tmp_path: Path, name: str, value: Any) -> None:
+    saved = Saved(tmp_path)
+    path = saved.folder / "config.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["body"][name] = value
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ModelError, match=f"has {name} .*, which no draft has: train it again"):
         saved.read()
 
 

@@ -9,7 +9,8 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretell.errors import ConfigError, ModelError
-from foretell.models.config import ModelConfig
+from foretell.models.config import SLIDING, ModelConfig
 from foretell.models.draft import DraftModel
 from foretell.models.weights import WeightReader
 
@@ -28,6 +29,8 @@ REMEDY: Final = "train it again with `foretell train draft`"
 
 _SHARED: Final = ("vocab_size", "hidden_size")
 """Dimensions in which a draft and its target agree."""
+
+_SIZES: Final = ("intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
 
 def write_draft(
@@ -141,15 +144,16 @@ def read_draft(
     stored = _read_tensors(folder / WEIGHTS)
     try:
         kept_ids = stored.pop("kept_ids").long()  # [K]
-        tensors = _dequantise(stored)
-        if len(kept_ids) != facts["num_kept"] or int(kept_ids.max()) >= target.vocab_size or int(kept_ids.min()) < 0:
+        if kept_ids.shape != (facts["num_kept"],) or not _are_ascending(kept_ids, target.vocab_size):
             raise ValueError("kept ids")
+        tensors = _dequantise(stored)
+        _check_shapes(tensors, config)
         with WeightReader(target_folder) as reader:
             embedding_name, head_name = shared_names(reader, target)
             tensors["model.embed_tokens.weight"] = reader.get_mapped(embedding_name)  # [V, E]
             tensors["lm_head.weight"] = reader.get(head_name)[kept_ids]  # [K, E]
             return DraftModel(config, tensors, kept_ids.numpy(), dtype, device)
-    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} does not hold what {CONFIG} says ({error}): {REMEDY}") from None
 
 
@@ -164,9 +168,67 @@ def _body(folder: Path, facts: Mapping[str, Any]) -> ModelConfig:
     try:
         values = {field.name: facts["body"][field.name] for field in fields(ModelConfig)}
         values["layer_types"], values["eos_ids"] = tuple(values["layer_types"]), tuple(values["eos_ids"])
-        return ModelConfig(**values)
     except (KeyError, TypeError) as error:
         raise ModelError(f"{folder / CONFIG} lacks {error}: {REMEDY}") from None
+    config = ModelConfig(**values)
+    wrong = _wrong_field(config)
+    if wrong is not None:
+        raise ModelError(f"{folder / CONFIG} has {wrong} {values[wrong]!r}, which no draft has: {REMEDY}")
+    return config
+
+
+def _wrong_field(config: ModelConfig) -> str | None:
+    """Return the name of a field with a value that would fail later; None where there is none."""
+    for name, hint in get_type_hints(ModelConfig).items():
+        if not _is_a(getattr(config, name), hint):
+            return name
+    window = config.sliding_window
+    if (SLIDING in config.layer_types and window is None) or (window is not None and window < 1):
+        return "sliding_window"
+    if len(config.layer_types) != config.num_layers:
+        return "layer_types"
+    return next((name for name in _SIZES if getattr(config, name) < 1), None)
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    """Return whether a value is of a field's type; of containers the outermost counts."""
+    hints = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = tuple(get_origin(each) or each for each in hints)
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
+def _are_ascending(kept_ids: Tensor, vocab_size: int) -> bool:
+    """Return whether ids [K] are distinct, in order, and the target's."""
+    return bool((kept_ids.diff() > 0).all()) and 0 <= int(kept_ids[0]) <= int(kept_ids[-1]) < vocab_size
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Raise where a weight has another shape than the body says.
+
+    Raises:
+        ValueError: it has.
+    """
+    width, inner = config.hidden_size, config.intermediate_size
+    num_queries, num_keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+        "self_attn.q_proj": (num_queries, width),
+        "self_attn.k_proj": (num_keys, width),
+        "self_attn.v_proj": (num_keys, width),
+        "self_attn.o_proj": (width, num_queries),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    expected = {
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(config.num_layers)
+        for name, shape in shapes.items()
+    } | {"model.norm.weight": (width,), "fuse.weight": (width, 2 * width), "no_feature": (width,)}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected.get(name, tuple(tensor.shape)):
+            raise ValueError(f"{name} {tuple(tensor.shape)}")
 
 
 def _quantise(name: str, tensor: Tensor) -> dict[str, Tensor]:

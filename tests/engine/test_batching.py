@@ -131,6 +131,6 @@ def test_sequences_that_share_a_pass_pay_for_the_rows_of_all(lab: Any) -> None:
     """One more row of each of four sequences is four more rows of the pass."""
     profile = LatencyProfile(key={}, contexts=(0,), num_rows=(1, 4, 8), pass_s=((1.0, 1.1, 3.0),))
     engine = lab.engine(profile=profile)
-    alone, together = engine._curve(0), engine._curve(0, 4)
+    alone, together = engine.drafting.curve(0), engine.drafting.curve(0, 4)
     assert alone == [1.0, 1.1, 1.1, 1.1, 3.0, 3.0, 3.0, 3.0]
     assert together[:3] == pytest.approx([1.1, 3.0, 3.0 + 4 * 1.9 / 4])

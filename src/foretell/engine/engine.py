@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
@@ -13,45 +12,23 @@ from torch import Tensor
 
 from foretell.cache.kv_cache import Region
 from foretell.drafters.calibration import Calibration
-from foretell.drafters.drafter import DrawingDrafter, Guesses, Outcome, Proposal
+from foretell.drafters.drafter import Guesses, Outcome
+from foretell.engine.drafting import Draft, Drafting
 from foretell.engine.judgement import verify
-from foretell.engine.prompting import Prompting
+from foretell.engine.prompting import Prompting, use_of
 from foretell.engine.sequence import TARGET, DecodingSequence, Emission, Request
 from foretell.errors import CapacityError, InputError, NumericsError
-from foretell.hardware.budget import buy
 from foretell.hardware.profile import LatencyProfile
-from foretell.hardware.prompt_rows import buy_rows
 from foretell.passes.rows import Rows
 from foretell.passes.runner import MAX_ROWS, Runner
-from foretell.tree.merge import graft
-from foretell.tree.pack import PackedTree, pack
-from foretell.tree.shape import best_first, prune, subtree
-from foretell.tree.token_tree import TokenTree
-from foretell.verify.draws import DrawPlan
+from foretell.tree.pack import PackedTree
 from foretell.verify.match import Verdict
 
 PREFILL_ROWS = 256
 """Rows of a prefill chunk."""
 
-MAX_DRAFT_NODES = 24
-"""Most nodes that a drafter is asked for; more cost host time and hardly ever get bought."""
-
 CommitPolicy = Literal["canonical", "copy"]
 """`canonical`: only rows of the first chain commit, bit for bit as plain decoding; `copy`: all accepted rows do."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """What one sequence puts into a step."""
-
-    tree: PackedTree
-    num_provisional: int
-    expected_s: float
-    """What drafting took and the pass is expected to take."""
-    plain_s: float
-    """What a pass of the root alone is expected to take."""
-    proposed: TokenTree | None
-    """What the drafter proposed below the provisional tokens, as it estimated it; None when it was not asked."""
 
 
 class Engine:
@@ -80,7 +57,7 @@ class Engine:
         self.prompting = prompting
         if prompting is not None:
             runner.prompt_embeddings = prompting.tokens.embeddings.flatten(0, 1)  # [C * m, E]
-        self._curves: dict[tuple[int, int], list[float]] = {}
+        self.drafting = Drafting(runner, profile, calibration, prompting, clock)
 
     def start(self, request: Request, *, reuse: Region | None = None) -> DecodingSequence:
         """Prefill a prompt. Where that fails or is interrupted, all slots are given back, those of `reuse` too.
@@ -150,7 +127,7 @@ class Engine:
             NumericsError: the model's logits hold NaN, or no token is left to choose from.
         """
         num_sharing = 1 if self.runner.compiled is not None else len(sequences)
-        drafts = {id(sequence): self._draft(sequence, num_sharing) for sequence in sequences}
+        drafts = {id(sequence): self.drafting.draft(sequence, num_sharing) for sequence in sequences}
         emissions: dict[int, list[Emission]] = {}
         for group in self._groups(sequences):
             self._pass(group, [drafts[id(sequence)] for sequence in group], emissions)
@@ -176,125 +153,6 @@ class Engine:
                 hidden.append(states)
         return torch.cat(hidden) if hidden else None
 
-    # Propose and buy
-
-    def _draft(self, sequence: DecodingSequence, num_sharing: int) -> _Draft:
-        """Return the rows to verify: the root, tokens to compute again, and the drafts worth their time."""
-        started_s = self._clock()
-        # Where the draft decides what a seed gives, neither a clock nor other sequences may decide the draft.
-        is_free = sequence.request.rule is None
-        curve = self._curve(sequence.region.length, num_sharing if is_free else 1)
-        certain = _provisional_tree(sequence)
-        num_certain = len(certain)
-        max_depth = self._max_depth(sequence)
-        proposed = None
-        if max_depth >= num_certain and len(curve) > num_certain and sequence.gate.is_open():
-            proposed = self._propose(sequence, num_certain - 1, max_depth, curve)
-            tree = self._buy(sequence, certain, proposed, curve, started_s)
-        else:
-            tree = pack(prune(certain, max_depth + 1))
-        draft_s = self._clock() - started_s
-        sequence.stats.draft_s += draft_s
-        return _Draft(
-            tree=tree,
-            num_provisional=min(num_certain, tree.num_nodes) - 1,
-            expected_s=(draft_s if is_free else 0.0) + curve[len(tree) - 1],
-            plain_s=curve[0],
-            proposed=proposed,
-        )
-
-    def _propose(self, sequence: DecodingSequence, num_ahead: int, max_depth: int, curve: Sequence[float]) -> TokenTree:
-        """Return what the drafter proposes below the root and `num_ahead` provisional tokens."""
-        request = sequence.request
-        proposal = Proposal(
-            root=sequence.token_ids[-1],
-            ahead=tuple(sequence.provisional[:num_ahead]),
-            max_nodes=min(len(curve) - 1 - num_ahead, MAX_DRAFT_NODES),
-            max_depth=max_depth - num_ahead,
-            sampling=request.draft_sampling,
-            pass_s=curve[num_ahead:],
-        )
-        if request.rule is None or not request.rule.needs_draws:
-            return request.drafter.propose(proposal)
-        assert isinstance(request.drafter, DrawingDrafter)
-        shape = sequence.drawn.plan(curve, proposal.max_nodes, proposal.max_depth)
-        if len(shape) == 1:
-            return TokenTree.root(proposal.tip)
-        return request.drafter.draw(proposal, DrawPlan(shape, request.rule.draft_chance(len(sequence.token_ids))))
-
-    def _buy(
-        self,
-        sequence: DecodingSequence,
-        certain: TokenTree,
-        proposed: TokenTree,
-        curve: Sequence[float],
-        started_s: float,
-    ) -> PackedTree:
-        """Return the certain tokens and, below them, the proposed nodes and prompt tokens that are worth their rows."""
-        rule = sequence.request.rule
-        if rule is not None and rule.needs_draws:
-            return pack(graft(certain, proposed))  # a draw that is dropped for what it is would bias the output
-        if rule is None:
-            is_sampled = sequence.request.draft_sampling is not None
-            proposed = self.calibration.calibrate(proposed, is_sampled=is_sampled)
-        tree = graft(certain, proposed)
-        draft_s = self._clock() - started_s if rule is None else 0.0
-        if self.prompting is not None and "guesses" in sequence.request.drafter.needs:
-            return self._buy_prompts(self.prompting, sequence, tree, len(certain), curve, draft_s)
-        if len(tree) == len(certain):
-            return pack(tree)
-        log_accept = [tree.log_accept[node] for node in best_first(tree)]
-        return pack(prune(tree, buy(log_accept, curve, draft_s, len(certain)).num_nodes))
-
-    def _buy_prompts(
-        self,
-        prompting: Prompting,
-        sequence: DecodingSequence,
-        tree: TokenTree,
-        num_certain: int,
-        curve: Sequence[float],
-        draft_s: float,
-    ) -> PackedTree:
-        """Return the nodes that are worth their rows, and behind them prompt tokens for the next step."""
-        order = best_first(tree)
-        places = {node: place for place, node in enumerate(order)}
-        purchase = buy_rows(
-            [tree.log_accept[node] for node in order],
-            [-1, *(places[tree.parents[node]] for node in order[1:])],
-            curve,
-            draft_s,
-            prompting.worth(curve, _use(sequence)),
-            num_certain,
-        )
-        kept = subtree(tree, order[: len(purchase.num_prompts)])
-        max_depth = self._max_depth(sequence)
-        num_prompts = [
-            max(0, min(purchase.num_prompts[places[node]], max_depth - depth))  # what lies beyond is never asked for
-            for node, depth in zip(sorted(order[: len(kept)]), kept.depths(), strict=True)
-        ]
-        return pack(kept, num_prompts, prompting.ids if any(num_prompts) else None)
-
-    def _max_depth(self, sequence: DecodingSequence) -> int:
-        """Return how deep a node may lie: neither more tokens nor more positions than are left."""
-        tokens_left = sequence.request.max_new_tokens - sequence.num_new_tokens
-        positions_left = self.runner.context_tokens - len(sequence.token_ids)
-        return max(0, min(tokens_left, positions_left) - 1)  # the last token needs no row of its own
-
-    def _curve(self, context: int, num_sharing: int = 1) -> list[float]:
-        """Return T(N) near a context length for the rows that each of `num_sharing` sequences may have in a pass.
-
-        Sequences that share a pass are expected to buy alike, so N rows of one stand for N rows of each.
-        """
-        bucket = context // 256
-        key = (bucket, num_sharing)
-        if key not in self._curves:
-            compiled = self.runner.compiled
-            sizes = list(range(1, min(self.profile.max_rows, MAX_ROWS) + 1))
-            if compiled is not None:
-                sizes = [size for size in sizes if compiled.num_rows(size) is not None]
-            self._curves[key] = [self.profile.seconds(size * num_sharing, bucket * 256) for size in sizes]
-        return self._curves[key]
-
     # Forward
 
     def _groups(self, sequences: Sequence[DecodingSequence]) -> list[list[DecodingSequence]]:
@@ -313,7 +171,7 @@ class Engine:
     def _pass(
         self,
         group: list[DecodingSequence],
-        drafts: list[_Draft],
+        drafts: list[Draft],
         emissions: dict[int, list[Emission]],
     ) -> None:
         rows = [
@@ -332,7 +190,7 @@ class Engine:
 
     # Verify, commit, emit
 
-    def _settle(self, sequence: DecodingSequence, draft: _Draft, logits: Tensor, hidden: Tensor) -> list[Emission]:
+    def _settle(self, sequence: DecodingSequence, draft: Draft, logits: Tensor, hidden: Tensor) -> list[Emission]:
         """Accept what the target would have chosen, commit its rows, and emit it token by token."""
         try:
             verdict = verify(sequence, draft.tree, logits)
@@ -348,7 +206,7 @@ class Engine:
         self._observe(sequence, draft.tree, emitted, [0, *verdict.accepted], logits, hidden)
         return emitted
 
-    def _emit(self, sequence: DecodingSequence, draft: _Draft, verdict: Verdict, logits: Tensor) -> list[Emission]:
+    def _emit(self, sequence: DecodingSequence, draft: Draft, verdict: Verdict, logits: Tensor) -> list[Emission]:
         """Append the confirmed tokens one by one until something ends the sequence; keep the others as provisional."""
         tree, request = draft.tree, sequence.request
         path = [0, *verdict.accepted]  # row whose logits chose each token
@@ -383,7 +241,7 @@ class Engine:
         elif len(sequence.token_ids) >= self.runner.context_tokens:
             sequence.finish_reason = "context"
 
-    def _count(self, sequence: DecodingSequence, draft: _Draft, verdict: Verdict) -> None:
+    def _count(self, sequence: DecodingSequence, draft: Draft, verdict: Verdict) -> None:
         stats, tree = sequence.stats, draft.tree
         first_drafted = 1 + draft.num_provisional
         stats.num_passes += 1
@@ -433,7 +291,7 @@ class Engine:
             logits[places].view(num_chains, -1, logits.shape[-1]),  # [C, m, V]
         )
 
-    def _record_time(self, sequence: DecodingSequence, draft: _Draft, num_emitted: int) -> None:
+    def _record_time(self, sequence: DecodingSequence, draft: Draft, num_emitted: int) -> None:
         now_s, stats = self._clock(), sequence.stats
         if sequence.first_token_at_s is None:
             sequence.first_token_at_s = now_s
@@ -445,21 +303,7 @@ class Engine:
             # Expected seconds, not this pass's own: other work on the machine must not speak against drafting.
             sequence.gate.record(num_emitted, draft.expected_s, draft.plain_s)
         if self.prompting is not None:
-            self.prompting.record(_use(sequence), num_emitted, draft.expected_s)
-
-
-def _provisional_tree(sequence: DecodingSequence) -> TokenTree:
-    """Return the chain that is certain: the root, and accepted tokens that must be computed again."""
-    tree = TokenTree.root(sequence.token_ids[-1])
-    for token_id, source in zip(sequence.provisional, sequence.provisional_sources, strict=True):
-        tree.add(len(tree) - 1, token_id, 0.0, source)
-    return tree
-
-
-def _use(sequence: DecodingSequence) -> str:
-    """Return who drafts, and whether text is sampled: rates are measured apart."""
-    request = sequence.request
-    return f"{request.drafter.name}{'' if request.draft_sampling is None else ' (sampled)'}"
+            self.prompting.record(use_of(sequence), num_emitted, draft.expected_s)
 
 
 @torch.inference_mode()

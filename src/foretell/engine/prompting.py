@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from foretell.drafters.prompt_tokens import PromptTokens
+from foretell.engine.sequence import DecodingSequence
 from foretell.hardware.prompt_policy import PromptPolicy, solve
 from foretell.hardware.prompt_rows import PromptWorth
 
@@ -56,6 +57,12 @@ class Prompting:
         rate = self._rates.setdefault(use, _Rate())
         rate.num_tokens = _DECAY * rate.num_tokens + num_tokens
         rate.seconds = _DECAY * rate.seconds + seconds
+
+
+def use_of(sequence: DecodingSequence) -> str:
+    """Return who drafts, and whether text is sampled: rates are measured apart."""
+    request = sequence.request
+    return f"{request.drafter.name}{'' if request.draft_sampling is None else ' (sampled)'}"
 
 
 class _Rate:

@@ -18,6 +18,7 @@ from foretell.params import SamplingParams
 pytest.importorskip("foretell.drafters.catalog")
 
 SAMPLING = SamplingParams(max_new_tokens=21)
+REJECTION = SamplingParams(max_new_tokens=21, temperature=1.0, verification="rejection")
 
 
 def refuse(*_: object) -> Any:
@@ -162,6 +163,17 @@ def test_report_is_written(fake_llm: Callable[..., Any], profile: Any, tmp_path:
         ({"drafters": ["magic"]}, ConfigError, "magic"),
         (
             {"drafters": ["staged"], "engine": EngineSettings(draft="none")},
+            ConfigError,
+            "this model has none: train one",
+        ),
+        (
+            {"drafters": None, "sampling": REJECTION},
+            ConfigError,
+            "tests drawn drafts, lookup, suffix, ngram draw none: name `drafters` among none, all, draft-chain, draft",
+        ),
+        ({"drafters": ["draft", "ngram"], "sampling": REJECTION}, ConfigError, "tests drawn drafts, ngram draw none"),
+        (
+            {"drafters": ["all"], "sampling": REJECTION, "engine": EngineSettings(draft="none")},
             ConfigError,
             "this model has none: train one",
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from foretell.bench.aggregate import BenchResult, Summaries
 from foretell.bench.suites import ALL_CATEGORIES
@@ -13,6 +13,14 @@ TABLE_HEADER = ("arm", "tok/s", "speed-up", "noise", "first", "per pass", "accep
 DRAFT_HEADER = (
     "arm", "tok/s", "speed-up", "per pass", "draft passes/token", "bytes", "drafting", "E₂", "second stage", "bound",
 )  # fmt: skip
+
+SAME_IDS: Final = "Same ids: share of outputs whose token ids equal those of `none`."
+SECOND_STAGE: Final = (
+    "Second stage: speed ÷ that of the same arm without it, `staged` ÷ `draft`. Bound: what that can",
+    "reach with as many tokens per target pass, 1 ÷ (1 - s (1 - 1/E₂)), where s is the share that drafting",
+    "has of the arm without it.",
+)
+"""Legends of columns whose names do not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,11 @@ class BenchReport:
         return [name for name in names if name != ALL_CATEGORIES]
 
     @property
+    def num_repeats(self) -> int:
+        """Runs of each arm on each prompt."""
+        return min(len(summary.runs) for summary in self.summaries[self.names[0]])
+
+    @property
     def has_draft_model(self) -> bool:
         """Whether an arm ran a draft model."""
         return any(result.draft_passes_per_token for result in self.results)
@@ -63,7 +76,7 @@ def table_rows(report: BenchReport, category: str = ALL_CATEGORIES) -> list[tupl
             result.name,
             f"{result.tokens_per_s:.1f}",
             _ratio(result.speedup_vs_plain),
-            f"{result.noise:.2f}",
+            _noise(report, result),
             f"{result.ttft_s * 1e3:.0f} ms",
             _number(result.tokens_per_pass),
             _number(result.acceptance_rate),
@@ -75,21 +88,22 @@ def table_rows(report: BenchReport, category: str = ALL_CATEGORIES) -> list[tupl
 
 
 def draft_rows(report: BenchReport) -> list[tuple[str, ...]]:
-    """Return one row of short texts per arm, in the columns of `DRAFT_HEADER`."""
+    """Return one row of short texts per arm that ran a draft model, in the columns of `DRAFT_HEADER`."""
     return [
         (
             result.name,
             f"{result.tokens_per_s:.1f}",
             _ratio(result.speedup_vs_plain),
             _number(result.tokens_per_pass),
-            _number(result.draft_passes_per_token or None),
+            _number(result.draft_passes_per_token),
             _number(result.relative_bytes),
             "—" if result.draft_share is None else f"{result.draft_share:.0%}",
-            _number(result.e2 if result.draft_passes_per_token else None),
+            _number(result.e2),
             _ratio(result.second_stage_gain),
             _ratio(result.second_stage_bound),
         )
         for result in map(report.result, report.names)
+        if result.draft_passes_per_token
     ]
 
 
@@ -100,13 +114,18 @@ def category_rows(report: BenchReport) -> list[tuple[str, ...]]:
         results = [report.result(name, category) for name in report.names]
         speedups = [f"{result.speedup_vs_plain:.2f}" for result in results]
         name = "total" if category == ALL_CATEGORIES else category
-        rows.append((name, str(results[0].num_prompts), *speedups, f"{results[0].noise:.2f}"))
+        rows.append((name, str(results[0].num_prompts), *speedups, _noise(report, results[0])))
     return rows
 
 
 def category_header(report: BenchReport) -> tuple[str, ...]:
     """Return the column names of `category_rows`."""
     return ("category", "#", *report.names, "noise")
+
+
+def _noise(report: BenchReport, result: BenchResult) -> str:
+    # One run against one run tells how two runs differ, not how medians do.
+    return "—" if report.num_repeats == 1 else f"{result.noise:.2f}"
 
 
 def _number(value: float | None) -> str:

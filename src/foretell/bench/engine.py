@@ -10,22 +10,42 @@ from typing import Any
 from foretell.bench.arms import BenchLLM
 from foretell.bench.settings import DEFAULT_DRAFTERS, DRAFTERS_WITH_DRAFT, EngineSettings
 from foretell.bench.suites import BenchPrompt
+from foretell.errors import ConfigError
+from foretell.params import SamplingParams
 
 
-def check_drafters(names: Sequence[str], engine: EngineSettings, notify: Callable[[str], None] | None = None) -> None:
-    """Refuse a drafter that is unknown, or that runs a draft model where there is none, before weights are loaded.
+def check_drafters(
+    names: Sequence[str] | None,
+    engine: EngineSettings,
+    sampling: SamplingParams,
+    notify: Callable[[str], None] | None = None,
+) -> None:
+    """Refuse drafters that cannot do what they are asked to, before weights are loaded.
 
-    `notify` is called before what takes long.
+    Args:
+        names: None for the default.
+        engine: how the model is going to be loaded.
+        sampling: says which rule accepts drafts.
+        notify: called before what takes long.
 
     Raises:
-        ConfigError: there is no such drafter, or no draft model for it.
+        ConfigError: there is no such drafter, no draft model for it, or it does not draw what the rule tests.
         ModelError: the model whose drafts are looked for cannot be found or read.
     """
     from foretell.drafters.catalog import MODEL_DRAFTERS, check_drafter_name, missing_draft
 
-    for name in names:
+    for name in names or ():
         check_drafter_name(name)
-    need_draft = [name for name in names if name in MODEL_DRAFTERS]
+    need_draft = [name for name in names or () if name in MODEL_DRAFTERS]
+    if sampling.verification in ("rejection", "traversal") and not sampling.is_greedy:
+        drawing = ("none", "all", *MODEL_DRAFTERS)  # `all` where it has a draft model
+        asked = DEFAULT_DRAFTERS if names is None else names
+        if unable := [name for name in asked if name not in drawing]:
+            raise ConfigError(
+                f"`verification`={sampling.verification!r} tests drawn drafts, {', '.join(unable)} draw none: name "
+                f"`drafters` among {', '.join(drawing)}"
+            )
+        need_draft += [name for name in names or () if name == "all"]
     if need_draft and not _has_draft(engine, notify):
         raise missing_draft(need_draft[0])
 

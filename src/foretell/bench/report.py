@@ -12,6 +12,8 @@ from typing import Any, Final
 from foretell.bench.aggregate import forward_share, rows_per_pass
 from foretell.bench.document import (
     DRAFT_HEADER,
+    SAME_IDS,
+    SECOND_STAGE,
     TABLE_HEADER,
     BenchReport,
     category_header,
@@ -91,10 +93,11 @@ def _lines(report: BenchReport, *, has_latency: bool) -> Iterator[str]:
     yield from _table(TABLE_HEADER, table_rows(report))
     yield ""
     yield "`none` is foretell without drafts. Tok/s: tokens after the first ÷ seconds after the first."
-    yield "Speed-up: plain seconds per token ÷ the arm's. Noise: how far a second `none` was from the first."
+    yield "Speed-up: plain seconds per token ÷ the arm's. Noise: how far a second `none` was from the first, where each"
+    yield "arm ran more than once."
     yield "First: time to the first token, the median over prompts."
     yield "Per pass: tokens that a target pass emitted. Accepted: accepted ÷ drafted tokens."
-    yield "Same ids: share of outputs whose token ids equal those of `none`."
+    yield SAME_IDS
     yield "Memory: peak of a process with that arm alone."
     yield ""
     if report.has_draft_model:
@@ -133,9 +136,8 @@ def _draft_lines(report: BenchReport) -> Iterator[str]:
     yield ""
     yield "Bytes: what passes after the prompt read per token, weights and the keys and values in sight, relative to"
     yield "`none`. Drafting: share of the time after the prompt. E₂: 1 + tokens that the draft model's own choice"
-    yield "confirmed of the second stage ÷ draft passes. Second stage: speed ÷ that of the same arm without it. Bound:"
-    yield "what that can reach with as many tokens per target pass, 1 ÷ (1 - s (1 - 1/E₂)), where s is the share that"
-    yield "drafting has of the arm without it."
+    yield "confirmed of the second stage ÷ draft passes."
+    yield from SECOND_STAGE
     yield ""
 
 

@@ -58,7 +58,7 @@ def run_bench(
         ForetellError: settings, suite or model cannot be used, or an arm failed.
     """
     progress = progress or NoProgress()
-    check_drafters(settings.drafters or (), settings.engine, progress.note)
+    check_drafters(settings.drafters, settings.engine, settings.sampling, progress.note)
     check_baselines(settings.baselines, settings.sampling)
     if settings.report:
         check_report_folder(settings.report)

@@ -96,6 +96,8 @@ def _print_tables(report: BenchReport) -> None:
 
     from foretell.bench.document import (
         DRAFT_HEADER,
+        SAME_IDS,
+        SECOND_STAGE,
         TABLE_HEADER,
         category_header,
         category_rows,
@@ -106,9 +108,11 @@ def _print_tables(report: BenchReport) -> None:
     # Where nobody reads the width of a terminal, 80 columns would cut what a file or a pipe can hold.
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     console.print(_table(f"suite {report.suite}", TABLE_HEADER, table_rows(report)))
+    console.print(SAME_IDS, style="dim")
     console.print()
     if report.has_draft_model:
         console.print(_table("the draft model and its second stage", DRAFT_HEADER, draft_rows(report)))
+        console.print(" ".join(SECOND_STAGE), style="dim")
         console.print()
     console.print(_table("speed-up by category", category_header(report), category_rows(report)))
 

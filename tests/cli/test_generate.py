@@ -127,8 +127,9 @@ def test_demo_compares_with_plain_decoding(foretell: Foretell, tiny_model: Path)
     assert "\x1b[3" not in result.stdout
 
 
-def test_interrupting_is_code_130(home: Path, tiny_model: Path) -> None:
-    args = ["generate", "--model", str(tiny_model), "--dtype", "float32", "--max-new-tokens", "1900", "--raw", "x"]
+@pytest.mark.parametrize("command", [["generate", "--raw"], ["demo"]])
+def test_interrupting_ends_the_line_with_code_130(home: Path, tiny_model: Path, command: list[str]) -> None:
+    args = [*command, "--model", str(tiny_model), "--dtype", "float32", "--max-new-tokens", "1900", "x"]
     with subprocess.Popen(
         [sys.executable, "-m", "foretell", *args],
         stdout=subprocess.PIPE,
@@ -136,7 +137,8 @@ def test_interrupting_is_code_130(home: Path, tiny_model: Path) -> None:
         env=cli_environment(home),
     ) as process:
         assert process.stdout is not None
-        process.stdout.read(1)  # the answer has begun
+        process.stdout.read(1 if command[0] == "generate" else len("x\n\n") + 1)  # the answer has begun
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, b"")
+    assert stdout.endswith(b"\n")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from foretell.cli.options import DecodingOptions, single_answer, spread
-from foretell.cli.terminal import source_style
+from foretell.cli.terminal import ended_line, source_style
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,9 +80,10 @@ def _show_answer(console: Console, chunks: Iterable[Chunk]) -> Completion:
     from rich.text import Text
 
     completion = None
-    for chunk in chunks:
-        console.print(Text(chunk.text, style=source_style(chunk.source)), end="", soft_wrap=True)
-        completion = chunk.completion
+    with ended_line():
+        for chunk in chunks:
+            console.print(Text(chunk.text, style=source_style(chunk.source)), end="", soft_wrap=True)
+            completion = chunk.completion
     assert completion is not None
     console.print("\n")
     if console.color_system is not None and not console.no_color:
@@ -128,7 +129,7 @@ def _source_table(completion: Completion) -> Table:
     table = Table(title="tokens of the answer by what proposed them", title_justify="left", title_style="default")
     for name in ("source", "tokens", "drafted", "accepted", "acceptance rate"):
         table.add_column(name, justify="left" if name == "source" else "right")
-    for source in sorted({*emitted, *drafted}, key=lambda name: (-emitted[name], name)):
+    for source in sorted(emitted, key=lambda name: (-emitted[name], name)):
         rate = f"{accepted[source] / drafted[source]:.2f}" if drafted[source] else ""
         counts = [str(drafted[source]), str(accepted[source])] if source in drafted else ["", ""]
         table.add_row(Text(source, style=source_style(source)), str(emitted[source]), *counts, rate)

@@ -75,10 +75,13 @@ def _question(text: str) -> list[dict[str, str]]:
 
 
 def _print_stream(chunks: Iterator[Chunk], paint: Paint) -> Completion:
+    from foretell.cli.terminal import ended_line
+
     completion = None
-    for chunk in chunks:
-        print(paint(chunk.text, chunk.source), end="", flush=True)
-        completion = chunk.completion
+    with ended_line():
+        for chunk in chunks:
+            print(paint(chunk.text, chunk.source), end="", flush=True)
+            completion = chunk.completion
     print(flush=True)
     assert completion is not None
     return completion

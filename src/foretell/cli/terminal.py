@@ -39,6 +39,16 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
         yield console.print
 
 
+@contextmanager
+def ended_line() -> Iterator[None]:
+    """End the line on stdout where Ctrl-C interrupts what prints it piece by piece."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+
+
 Count = Callable[[int, int], None]
 """Takes how much is done, and the total."""
 

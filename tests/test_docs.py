@@ -23,6 +23,13 @@ def test_cli_document_is_fresh() -> None:
     assert runpy.run_path(str(ROOT / "docs" / "cli.py"))["document"]() == read("docs/cli.md"), "run `make docs`"
 
 
+def test_cli_document_has_the_commands_of_groups() -> None:
+    text = read("docs/cli.md")
+    for heading in ("## generate", "## train draft", "## train ngram"):
+        assert f"\n{heading}\n" in text
+    assert "`--max-bytes <" in text
+
+
 def test_readme_is_short_and_names_the_commands() -> None:
     text = read("README.md")
     assert len(text.splitlines()) <= 200

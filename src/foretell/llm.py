@@ -6,6 +6,7 @@ import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -15,7 +16,7 @@ import torch
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import check_drafter_name, make_drafter
 from foretell.drafters.corpus import read_corpus
-from foretell.drafters.draft_store import Target, load_draft
+from foretell.drafters.draft_store import NONE, Target, load_draft
 from foretell.drafters.drafter import Drafter, DraftSampling
 from foretell.drafters.next_ids import NextIdsStore
 from foretell.drafters.prompt_store import load_prompts
@@ -38,7 +39,7 @@ from foretell.passes.runner import Runner, describe_compiled
 from foretell.result import Chunk, Completion
 from foretell.text.tokenizer import Message, Tokenizer
 from foretell.verify.choose import TokenChooser
-from foretell.verify.rule import make_rule
+from foretell.verify.rule import Rule, make_rule
 
 MAX_BATCH = 32
 """Sequences that are decoded at once."""
@@ -134,6 +135,7 @@ class LLM:
         )
         self.draft = load_draft(draft, target, calibration, notify)
         self.prompts = load_prompts(prompts, target, notify)
+        self._off = [name for name, choice in (("draft", draft), ("prompts", prompts)) if choice == NONE]
         is_cpu = torch_device.type == "cpu"
         if is_cpu:
             use_huge_pages()
@@ -306,19 +308,20 @@ class LLM:
             sequence_key=sample,
             vocab_size=self.config.vocab_size,
         )
+        rule = make_rule(sampling, chooser, seed, sample)
         return Request(
             prompt_ids=prompt_ids,
             chooser=chooser,
-            drafter=self._drafter(drafter or self.drafter, stop_ids),
+            drafter=self._drafter(drafter or self.drafter, stop_ids, rule),
             max_new_tokens=sampling.max_new_tokens,
             stop_ids=stop_ids,
             should_stop=output.push,
             num_logprobs=sampling.logprobs,
             draft_sampling=None if seed is None else DraftSampling.of(sampling, seed, sample),
-            rule=make_rule(sampling, chooser, seed, sample),
+            rule=rule,
         )
 
-    def _drafter(self, name: str, stop_ids: frozenset[int]) -> Drafter:
+    def _drafter(self, name: str, stop_ids: frozenset[int], rule: Rule | None) -> Drafter:
         return make_drafter(
             name,
             eos_ids=stop_ids,
@@ -326,7 +329,11 @@ class LLM:
             next_ids=None if self.next_ids is None else self.next_ids.table,
             draft=None if self.draft is None else self.draft.engine,
             ngram_table=None if self.draft is None else self.draft.ngram_table,
-            prompts=None if self.prompts is None else self.prompts.drafter,
+            prompts=None
+            if self.prompts is None
+            else partial(self.prompts.drafter, pass_s=self.engine.drafting.curve(0)),
+            off=self._off,
+            drawing_rule=rule.name if rule is not None and rule.needs_draws else None,
         )
 
     def _step(self, jobs: list[_Job]) -> list[_Job]:

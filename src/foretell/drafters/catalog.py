@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
 from foretell.drafters.corpus import Corpus
-from foretell.drafters.drafter import Drafter, NoDrafter
+from foretell.drafters.drafter import Drafter, DrawingDrafter, NoDrafter
 from foretell.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 TableFactory = Callable[[frozenset[int]], Drafter]
 """Makes a drafter over something trained, given the tokens below which nothing is drafted."""
+
+_DRAFT_OFF: Final = "which `draft`='none' (`--draft none`) switched off: drop that, or"
+
+
+PromptsFactory = Callable[[str, frozenset[int]], Drafter]
+"""Makes a drafter of the target's prompt tokens, given its name and the tokens below which nothing is drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +34,7 @@ class Material:
     next_ids: NextIds | None
     draft: DraftEngine | None
     ngram_table: TableFactory | None
-    prompts: TableFactory | None
-    """Makes the drafter of the target's prompt tokens."""
+    prompts: PromptsFactory | None
 
 
 def check_drafter_name(name: str) -> None:
@@ -37,25 +43,37 @@ def check_drafter_name(name: str) -> None:
     Raises:
         ConfigError: there is no such drafter.
     """
-    if name not in (*DRAFTERS, *MODEL_DRAFTERS, *PROMPT_DRAFTERS):
-        known = ", ".join((*DRAFTERS, *MODEL_DRAFTERS, *PROMPT_DRAFTERS))
-        raise ConfigError(f"there is no drafter {name!r}: choose one of {known}")
+    known = (*DRAFTERS, *MODEL_DRAFTERS, *PROMPT_DRAFTERS)
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"there is no drafter {name!r}{hint}: choose one of {', '.join(known)}")
 
 
-def missing_draft(name: str) -> ConfigError:
-    """Return the error of a drafter that runs a draft model where there is none."""
-    return ConfigError(
-        f"drafter {name!r} runs a draft model, this model has none: "
-        "train one (`foretell train draft`) or give one (`--draft`)"
-    )
+def missing_draft(name: str, *, is_off: bool = False) -> ConfigError:
+    """Return the error of a drafter that runs a draft model where there is none, or where it was switched off."""
+    reason = "this model has none: train one (`foretell train draft`) or give one (`--draft`)"
+    if is_off:
+        reason = f"{_DRAFT_OFF} choose another drafter"
+    return ConfigError(f"drafter {name!r} runs a draft model, {reason}")
 
 
-def missing_prompts(name: str) -> ConfigError:
-    """Return the error of a drafter of prompt tokens where there are none."""
-    return ConfigError(
-        f"drafter {name!r} needs prompt tokens, this model has none: "
-        "train some (`foretell train prompts`) or give their folder (`--prompts`)"
-    )
+def missing_prompts(name: str, *, is_off: bool = False) -> ConfigError:
+    """Return the error of a drafter of prompt tokens where there are none, or where they were switched off."""
+    reason = "this model has none: train some (`foretell train prompts`) or give their folder (`--prompts`)"
+    if is_off:
+        reason = "which `prompts`='none' (`--prompts none`) switched off: drop that, or choose another drafter"
+    return ConfigError(f"drafter {name!r} needs prompt tokens, {reason}")
+
+
+def missing_draws(name: str, rule: str, *, is_off: bool = False) -> ConfigError:
+    """Return the error of a drafter that draws nothing, where a rule tests draws."""
+    reason = f"drafter {name!r} runs none: choose all, {', '.join(MODEL_DRAFTERS)}, or 'match'"
+    if name == "all":
+        reason = "this model has none: train one (`foretell train draft`), or use 'match'"
+    if name == "all" and is_off:
+        reason = f"{_DRAFT_OFF} use 'match'"
+    return ConfigError(f"`verification`={rule!r} tests what a draft model drew, {reason}")
 
 
 def make_drafter(
@@ -66,7 +84,9 @@ def make_drafter(
     next_ids: NextIds | None = None,
     draft: DraftEngine | None = None,
     ngram_table: TableFactory | None = None,
-    prompts: TableFactory | None = None,
+    prompts: PromptsFactory | None = None,
+    off: Collection[str] = (),
+    drawing_rule: str | None = None,
 ) -> Drafter:
     """Return a new drafter.
 
@@ -78,19 +98,22 @@ def make_drafter(
         draft: a loaded draft model, the same for every call.
         ngram_table: drafts for the draft model.
         prompts: makes the drafter of the target's prompt tokens.
+        off: which of "draft" and "prompts" are not there because that was asked for.
+        drawing_rule: name of the rule that is going to test what the drafter drew; None where none does.
 
     Raises:
-        ConfigError: there is no such drafter, or it needs a draft model or prompt tokens and there are none.
+        ConfigError: there is no such drafter, it needs a draft model or prompt tokens and there are none, or it does
+            not draw.
     """
     check_drafter_name(name)
     if name in MODEL_DRAFTERS and draft is None:
-        raise missing_draft(name)
+        raise missing_draft(name, is_off="draft" in off)
     if name in PROMPT_DRAFTERS and prompts is None:
-        raise missing_prompts(name)
+        raise missing_prompts(name, is_off="prompts" in off)
     if not isinstance(corpus, Corpus):
         corpus = Corpus(corpus)
     build = DRAFTERS.get(name) or MODEL_DRAFTERS.get(name) or PROMPT_DRAFTERS[name]
-    return build(
+    drafter = build(
         Material(
             eos_ids=eos_ids,
             corpus=corpus if corpus else None,
@@ -100,6 +123,9 @@ def make_drafter(
             prompts=prompts,
         )
     )
+    if drawing_rule is not None and not isinstance(drafter, DrawingDrafter):
+        raise missing_draws(name, drawing_rule, is_off="draft" in off)
+    return drafter
 
 
 def _none(material: Material) -> Drafter:
@@ -162,9 +188,13 @@ def _staged(material: Material) -> Drafter:
     return _draft_model(material, "staged", inner=_second_stage(material))
 
 
-def _prompts(material: Material) -> Drafter:
+def _prompts(material: Material, name: str = "prompts") -> Drafter:
     assert material.prompts is not None
-    return material.prompts(material.eos_ids)
+    return material.prompts(name, material.eos_ids)
+
+
+def _fixed_prompts(name: str) -> Callable[[Material], Drafter]:
+    return lambda material: _prompts(material, name)
 
 
 def _second_stage(material: Material) -> Drafter:
@@ -209,5 +239,11 @@ MODEL_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
 }
 """Those that run one."""
 
-PROMPT_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {"prompts": _prompts}
-"""Those that need prompt tokens of the target."""
+PROMPT_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
+    "prompts": _prompts,
+    "prompts-static": _fixed_prompts("prompts-static"),
+    "prompts-published": _fixed_prompts("prompts-published"),
+    "prompts-equal": _fixed_prompts("prompts-equal"),
+    "prompts-random": _fixed_prompts("prompts-random"),
+}
+"""Those that need prompt tokens of the target; all but the first are there to be compared with it."""

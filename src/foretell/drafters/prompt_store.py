@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foretell.drafters.draft_store import Target
+from foretell.drafters.drafter import Drafter
+from foretell.drafters.fixed_prompts import RULES, FixedPromptsDrafter
 from foretell.drafters.next_ids import SHIPPED
 from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.drafters.prompts import PromptsDrafter
@@ -47,9 +49,18 @@ class LoadedPrompts:
     vocab_size: int
     """The target's."""
 
-    def drafter(self, eos_ids: frozenset[int]) -> PromptsDrafter:
-        """Return a drafter, given the tokens below which nothing is drafted."""
-        return PromptsDrafter(self.tokens, self.vocab_size, eos_ids=eos_ids)
+    def drafter(self, name: str, eos_ids: frozenset[int], pass_s: Sequence[float]) -> Drafter:
+        """Return a drafter.
+
+        Args:
+            name: "prompts", or one whose trees are settled beforehand, of `foretell.drafters.fixed_prompts`.
+            eos_ids: tokens below which nothing is drafted.
+            pass_s: T(1), T(2), …, by which trees are settled.
+        """
+        if name not in RULES:
+            return PromptsDrafter(self.tokens, self.vocab_size, eos_ids=eos_ids)
+        trees = RULES[name](self.tokens, pass_s)
+        return FixedPromptsDrafter(self.tokens, trees, self.vocab_size, name, eos_ids=eos_ids)
 
 
 def prompts_home(fingerprint: str) -> Path:

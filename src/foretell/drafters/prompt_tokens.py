@@ -32,9 +32,14 @@ class PromptTokens:
         """Prompt tokens of a chain, m."""
         return self.embeddings.shape[1]
 
+    @property
+    def num_chains(self) -> int:
+        """Chains of an ensemble, C."""
+        return self.embeddings.shape[0]
+
     def ids(self, vocab_size: int) -> PromptIds:
         """Return their ids, behind the vocabulary."""
-        return PromptIds(vocab_size, self.num_slots, self.embeddings.shape[0])
+        return PromptIds(vocab_size, self.num_slots, self.num_chains)
 
     @property
     def num_bytes(self) -> int:

@@ -63,7 +63,7 @@ class PromptsDrafter(TableDrafter):
         guesses = self._guesses
         if guesses is None or proposal.max_nodes <= 0 or proposal.max_depth <= 0:
             return TokenTree.root(proposal.tip)
-        step = _Step(self._tokens, guesses, self._kept_ids, self._vocab_size)
+        step = GuessStep(self._tokens, guesses, self._vocab_size)
         known: dict[tuple[int, int], Choices] = {}
 
         def expand(state: _State, path_probability: float) -> Iterable[tuple[float, int, _State]]:
@@ -104,10 +104,10 @@ class PromptsDrafter(TableDrafter):
         return rank(scores, self._kept_ids)
 
 
-class _Step:
+class GuessStep:
     """One step's guesses as scores over the ids that can be guessed."""
 
-    def __init__(self, tokens: PromptTokens, guesses: Guesses, kept_ids: np.ndarray, vocab_size: int) -> None:
+    def __init__(self, tokens: PromptTokens, guesses: Guesses, vocab_size: int) -> None:
         self._sampler, self._guesses, self._vocab_size = tokens.sampler, guesses, vocab_size
         self.num_slots = guesses.hidden.shape[1]
         self.is_sampled = tokens.sampler is not None

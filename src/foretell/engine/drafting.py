@@ -132,6 +132,9 @@ class Drafting:
         rule = sequence.request.rule
         if rule is not None and rule.needs_draws:
             return pack(graft(certain, proposed))  # a draw that is dropped for what it is would bias the output
+        if proposed.num_prompts is not None and self._prompting is not None:
+            num_prompts = [0] * (len(certain) - 1) + proposed.num_prompts
+            return self._pack(self._prompting, sequence, graft(certain, proposed), num_prompts)
         if rule is None:
             is_sampled = sequence.request.draft_sampling is not None
             proposed = self._calibration.calibrate(proposed, is_sampled=is_sampled)
@@ -156,21 +159,26 @@ class Drafting:
         """Return the nodes that are worth their rows, and behind them prompt tokens for the next step."""
         order = best_first(tree)
         places = {node: place for place, node in enumerate(order)}
+        is_free = sequence.request.rule is None
         purchase = buy_rows(
             [tree.log_accept[node] for node in order],
             [-1, *(places[tree.parents[node]] for node in order[1:])],
             curve,
             draft_s,
-            prompting.worth(curve, use_of(sequence)),
+            prompting.worth(curve, use_of(sequence)) if is_free else prompting.policy(curve).worth,
             num_certain,
         )
         kept = subtree(tree, order[: len(purchase.num_prompts)])
-        max_depth = self._max_depth(sequence)
-        num_prompts = [
-            max(0, min(purchase.num_prompts[places[node]], max_depth - depth))  # what lies beyond is never asked for
-            for node, depth in zip(sorted(order[: len(kept)]), kept.depths(), strict=True)
-        ]
-        return pack(kept, num_prompts, prompting.ids if any(num_prompts) else None)
+        num_prompts = [purchase.num_prompts[places[node]] for node in sorted(order[: len(kept)])]
+        return self._pack(prompting, sequence, kept, num_prompts)
+
+    def _pack(
+        self, prompting: Prompting, sequence: DecodingSequence, tree: TokenTree, num_prompts: Sequence[int]
+    ) -> PackedTree:
+        """Return a tree's rows with those prompt tokens behind each node whose guesses may still be asked for."""
+        last_depth = self._max_depth(sequence) - 1
+        sizes = [max(0, min(size, last_depth - depth)) for size, depth in zip(num_prompts, tree.depths(), strict=True)]
+        return pack(tree, sizes, prompting.ids if any(sizes) else None)
 
     def _max_depth(self, sequence: DecodingSequence) -> int:
         """Return how deep a node may lie: neither more tokens nor more positions than are left."""

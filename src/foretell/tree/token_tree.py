@@ -25,6 +25,9 @@ class TokenTree:
     """Name of the drafter that proposed the node; "" for the root."""
     draws: dict[int, Draws] | None = None
     """For each node whose children were drawn, how; None where none were. `add` knows nothing of it."""
+    num_prompts: list[int] | None = None
+    """Prompt tokens behind each node where the drafter has settled them, and the nodes, itself; None leaves both to the
+    engine. Trees made of this one know nothing of it."""
 
     @classmethod
     def root(cls, token_id: int) -> TokenTree:

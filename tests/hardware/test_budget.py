@@ -114,3 +114,27 @@ def test_a_miss_now_and_then_does_not_close_it() -> None:
     for step in range(200):
         assert gate.is_open()
         gate.record(4 if step % 4 == 0 else 1, 1.2, 1.0)
+
+
+def test_a_step_that_pays_for_the_next_is_booked_with_it() -> None:
+    """Prompt tokens cost a step before their guesses bring anything: a closed gate must let both through."""
+    gate = DraftGate()
+    is_helpful, has_guesses = False, False
+    num_drafted = [0, 0]
+    for step in range(600):
+        is_helpful = step >= 300
+        is_open = gate.is_open()
+        num_drafted[is_helpful] += is_open
+        if is_open:
+            gate.record(3 if has_guesses and is_helpful else 1, 1.3, 1.0, is_for_next=not has_guesses)
+        has_guesses = is_open and not has_guesses
+    assert num_drafted[0] <= 30
+    assert num_drafted[1] >= 300 - gate.max_pause
+
+
+def test_steps_that_only_ever_pay_for_the_next_close_it() -> None:
+    gate = DraftGate()
+    for _ in range(10):
+        if gate.is_open():
+            gate.record(1, 1.5, 1.0, is_for_next=True)
+    assert not gate.is_open()

@@ -287,8 +287,8 @@ class Engine:
         rows, num_chains = tree.prompts[row], self.prompting.ids.num_chains
         places = slice(rows.start, rows.stop)
         return Guesses(
-            hidden[places].view(num_chains, -1, hidden.shape[-1]),  # [C, m, E]
-            logits[places].view(num_chains, -1, logits.shape[-1]),  # [C, m, V]
+            hidden[places].clone().view(num_chains, -1, hidden.shape[-1]),  # [C, m, E]; the next pass may write there
+            logits[places].clone().view(num_chains, -1, logits.shape[-1]),  # [C, m, V]
         )
 
     def _record_time(self, sequence: DecodingSequence, draft: Draft, num_emitted: int) -> None:
@@ -301,7 +301,8 @@ class Engine:
         stats.tokens_per_pass_counts[num_emitted] += 1
         if draft.proposed is not None or draft.num_provisional > 0:
             # Expected seconds, not this pass's own: other work on the machine must not speak against drafting.
-            sequence.gate.record(num_emitted, draft.expected_s, draft.plain_s)
+            is_for_next = bool(draft.tree.prompts) and draft.tree.num_nodes == 1 + draft.num_provisional
+            sequence.gate.record(num_emitted, draft.expected_s, draft.plain_s, is_for_next=is_for_next)
         if self.prompting is not None:
             self.prompting.record(use_of(sequence), num_emitted, draft.expected_s)
 

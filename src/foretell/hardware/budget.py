@@ -61,6 +61,8 @@ class DraftGate:
     _is_closed: bool = False
     _pause: int = 0
     """Steps until the next one that asks."""
+    _deferred: float = 0.0
+    """Gain of a step that the next one is booked with."""
 
     def is_open(self) -> bool:
         """Return whether this step should draft; counts the steps that do not."""
@@ -69,9 +71,16 @@ class DraftGate:
         self._pause -= 1
         return False
 
-    def record(self, num_tokens: int, step_s: float, plain_s: float) -> None:
-        """Take in a step: `num_tokens` emitted at the price of `step_s`; a plain pass costs `plain_s`."""
+    def record(self, num_tokens: int, step_s: float, plain_s: float, *, is_for_next: bool = False) -> None:
+        """Take in a step: `num_tokens` emitted at the price of `step_s`; a plain pass costs `plain_s`.
+
+        `is_for_next`: it paid for the next step's draft and had none itself. Both are booked together, once in a row.
+        """
         gain = num_tokens - step_s / plain_s
+        if is_for_next and not self._deferred:
+            self._deferred = gain
+            return
+        gain, self._deferred = gain + self._deferred, 0.0
         if self._is_closed and gain >= 0:
             self._account, self._is_closed = 0.0, False
         self._account = min(self.max_credit, self._account + gain)

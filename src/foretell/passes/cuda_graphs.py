@@ -64,7 +64,8 @@ class CudaGraphPasses:
     def __call__(self, batch: RowBatch, region: Tensor) -> PassOutput:
         """Run a batch of one sequence whose rows fill a bucket; the output is overwritten by the next call."""
         num_slots = batch.bias.shape[-1]
-        key = (batch.num_rows, num_slots, region.data_ptr(), *region.stride())
+        has_embeddings = batch.embeddings is not None
+        key = (batch.num_rows, num_slots, has_embeddings, region.data_ptr(), *region.stride())
         recorded = self._graphs.pop(key, None) or self._record(batch, region[:, :, :, :num_slots])
         self._graphs[key] = recorded  # last used last
         if len(self._graphs) > MAX_GRAPHS:

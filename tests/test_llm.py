@@ -607,8 +607,20 @@ def test_ids_beyond_the_vocabulary(llm: LLM, fields: dict[str, Any], message: st
 def test_an_unknown_drafter(llm: LLM, folder: Path) -> None:
     with pytest.raises(ConfigError, match="there is no drafter 'nobody': choose one of none, "):
         llm.generate("a", drafter="nobody")
+    with pytest.raises(ConfigError, match="there is no drafter 'stage', did you mean 'staged'"):
+        llm.generate("a", drafter="stage")
     with pytest.raises(ConfigError, match="there is no drafter 'nobody'"):
         LLM(folder, drafter="nobody")
+
+
+def test_what_was_switched_off_is_said(folder: Path) -> None:
+    llm = LLM(folder, dtype="float32", threads=1, draft="none", prompts="none")
+    with pytest.raises(ConfigError, match=r"`draft`='none' \(`--draft none`\) switched off: .* another drafter"):
+        llm.generate("a", drafter="draft")
+    with pytest.raises(ConfigError, match=r"`prompts`='none' \(`--prompts none`\) switched off"):
+        llm.generate("a", drafter="prompts")
+    with pytest.raises(ConfigError, match=r"`draft`='none' \(`--draft none`\) switched off: .* use 'match'"):
+        llm.generate("a", SamplingParams(temperature=1.0, verification="rejection"))
 
 
 def test_samples_cannot_be_streamed(llm: LLM) -> None:
@@ -781,8 +793,12 @@ def test_rules_that_test_draws_repeat_with_a_seed_and_refuse_who_ranks(llm: LLM,
     assert [each.token_ids for each in first] == [each.token_ids for each in again]
     assert len({tuple(each.token_ids) for each in first}) == 3
     for ask in (llm.generate, llm.stream):
-        with pytest.raises(ConfigError, match="drafter 'suffix' proposes no drawn children"):
+        with pytest.raises(
+            ConfigError, match="tests what a draft model drew, drafter 'suffix' runs none: choose all, "
+        ):
             ask("abcabc", replace(sampling, n=1), drafter="suffix")
+        with pytest.raises(ConfigError, match="tests what a draft model drew, this model has none: train one"):
+            ask("abcabc", replace(sampling, n=1), drafter="all")
     greedy = SamplingParams(max_new_tokens=12, verification=verification)
     assert (
         llm.generate("abcabc", greedy)[0].token_ids

@@ -79,7 +79,7 @@ class SamplingParams:
     `traversal` test what a draft model drew and follow the same law, but which tokens a seed gives depends on the
     draft; greedy, they are `match`. `typical` is lossy."""
     allow_lossy: bool = False
-    """Allow a verification that changes what the model says."""
+    """Allow a verification that changes what the model says; it chooses none."""
     logprobs: int | None = None
     """Report each emitted token's log-probability, and those of this many most likely tokens."""
 
@@ -165,7 +165,10 @@ class SamplingParams:
                 f"`min_new_tokens` ({self.min_new_tokens}) is above `max_new_tokens` ({self.max_new_tokens}): lower it"
             )
         if self.verification == "typical" and not self.allow_lossy:
-            raise ConfigError("`verification`='typical' changes what the model says: set `allow_lossy`, or use 'match'")
+            raise ConfigError(
+                "`verification`='typical' changes what the model says: allow it (`allow_lossy`, `--allow-lossy`), "
+                "or use 'match'"
+            )
         if not self.is_greedy:
             return
         if self.verification == "typical":

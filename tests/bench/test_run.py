@@ -164,7 +164,7 @@ def test_report_is_written(fake_llm: Callable[..., Any], profile: Any, tmp_path:
         (
             {"drafters": ["staged"], "engine": EngineSettings(draft="none")},
             ConfigError,
-            "this model has none: train one",
+            r"which `draft`='none' \(`--draft none`\) switched off",
         ),
         (
             {"drafters": None, "sampling": REJECTION},
@@ -175,7 +175,7 @@ def test_report_is_written(fake_llm: Callable[..., Any], profile: Any, tmp_path:
         (
             {"drafters": ["all"], "sampling": REJECTION, "engine": EngineSettings(draft="none")},
             ConfigError,
-            "this model has none: train one",
+            r"which `draft`='none' \(`--draft none`\) switched off",
         ),
         ({"baselines": ["vllm"]}, ConfigError, "baseline 'vllm' does not exist"),
         ({"category": "poetry"}, ConfigError, "category 'poetry' is not in suite 'builtin'"),

@@ -53,7 +53,9 @@ def test_a_rule_that_the_drafter_cannot_serve_is_refused_in_one_line(foretell: F
     args = ["generate", "--model", tiny_model, *SHORT, "--temperature", "1", "--verification", "traversal"]
     refused = foretell(*args, "--drafter", "lookup", "hello")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("foretell: error: drafter 'lookup' proposes no drawn children")
+    assert refused.stderr.startswith(
+        "foretell: error: `verification`='traversal' tests what a draft model drew, drafter 'lookup' runs none"
+    )
     assert refused.stderr.count("\n") == 1
     assert foretell(*args, "--drafter", "none", "hello").returncode == 0
 

@@ -195,7 +195,10 @@ def test_children_that_were_not_drawn_are_refused_in_one_line(verify: Any) -> No
     [
         ({"verification": "lossless"}, "`verification` must be one of match, rejection, traversal, typical"),
         ({"verification": None}, "`verification` must be one of"),
-        ({"verification": "typical", "temperature": 1.0}, "set `allow_lossy`"),
+        (
+            {"verification": "typical", "temperature": 1.0},
+            r"allow it \(`allow_lossy`, `--allow-lossy`\), or use 'match'",
+        ),
         ({"verification": "typical", "allow_lossy": True}, "needs a `temperature` above 0"),
         ({"allow_lossy": 1}, "`allow_lossy` must be True or False"),
     ],

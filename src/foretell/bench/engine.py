@@ -33,6 +33,7 @@ def check_drafters(
         ModelError: the model whose drafts are looked for cannot be found or read.
     """
     from foretell.drafters.catalog import MODEL_DRAFTERS, check_drafter_name, missing_draft
+    from foretell.drafters.draft_store import NONE
 
     for name in names or ():
         check_drafter_name(name)
@@ -47,7 +48,7 @@ def check_drafters(
             )
         need_draft += [name for name in names or () if name == "all"]
     if need_draft and not _has_draft(engine, notify):
-        raise missing_draft(need_draft[0])
+        raise missing_draft(need_draft[0], is_off=engine.draft == NONE)
 
 
 def _has_draft(engine: EngineSettings, notify: Callable[[str], None] | None) -> bool:

@@ -167,7 +167,11 @@ class SamplingOptions(EngineOptions):
     ] = None
     allow_lossy: Annotated[
         bool | None,
-        typer.Option("--allow-lossy", help="Allow a rule that changes what the model says.", rich_help_panel=SAMPLING),
+        typer.Option(
+            "--allow-lossy",
+            help="Allow a rule that changes what the model says; chooses none.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None
 
     def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -195,7 +199,7 @@ class DecodingOptions(SamplingOptions):
         str,
         typer.Option(
             help="Who proposes: none, lookup, suffix, ngram, recycle, or all; with a draft model also draft, "
-            "draft-chain, staged, or staged-chain.",
+            "draft-chain, staged, staged-chain, prompts, or staged+prompts.",
             rich_help_panel=MODEL,
         ),
     ] = "all"

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 TableFactory = Callable[[frozenset[int]], Drafter]
 """Makes a drafter over something trained, given the tokens below which nothing is drafted."""
 
+STAGED_PROMPTS: Final = "staged+prompts"
+"""The one that needs a draft model and prompt tokens."""
+
 _DRAFT_OFF: Final = "which `draft`='none' (`--draft none`) switched off: drop that, or"
 
 
@@ -43,7 +46,7 @@ def check_drafter_name(name: str) -> None:
     Raises:
         ConfigError: there is no such drafter.
     """
-    known = (*DRAFTERS, *MODEL_DRAFTERS, *PROMPT_DRAFTERS)
+    known = tuple(DRAFTERS | MODEL_DRAFTERS | PROMPT_DRAFTERS)
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
@@ -106,7 +109,7 @@ def make_drafter(
             not draw.
     """
     check_drafter_name(name)
-    if name in MODEL_DRAFTERS and draft is None:
+    if draft is None and (name in MODEL_DRAFTERS or name == STAGED_PROMPTS):
         raise missing_draft(name, is_off="draft" in off)
     if name in PROMPT_DRAFTERS and prompts is None:
         raise missing_prompts(name, is_off="prompts" in off)
@@ -197,6 +200,10 @@ def _fixed_prompts(name: str) -> Callable[[Material], Drafter]:
     return lambda material: _prompts(material, name)
 
 
+def _staged_prompts(material: Material) -> Drafter:
+    return _draft_model(material, STAGED_PROMPTS, inner=_second_stage(material), beside=_prompts(material))
+
+
 def _second_stage(material: Material) -> Drafter:
     """What drafts for the draft model."""
     from foretell.drafters.combined import CombinedDrafter
@@ -245,5 +252,6 @@ PROMPT_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
     "prompts-published": _fixed_prompts("prompts-published"),
     "prompts-equal": _fixed_prompts("prompts-equal"),
     "prompts-random": _fixed_prompts("prompts-random"),
+    STAGED_PROMPTS: _staged_prompts,
 }
-"""Those that need prompt tokens of the target; all but the first are there to be compared with it."""
+"""Those that need prompt tokens of the target; those with a hyphen are there to be compared with the first."""

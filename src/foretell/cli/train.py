@@ -134,8 +134,11 @@ def prompts(
         typer.Option(help="Folder for the prompt tokens.", show_default="where foretell looks for it by itself"),
     ] = None,
     capacity: Annotated[
-        Literal["embeddings", "sampler"],
-        typer.Option(help="sampler adds a small block between prompt tokens and guesses; embeddings adds nothing."),
+        Literal["embeddings", "prefix", "sampler", "prefix+sampler"],
+        typer.Option(
+            help="embeddings: prompt tokens alone; prefix: and keys and values that they alone see; sampler: and a "
+            "small block between them and the guesses."
+        ),
     ] = "sampler",
     slots: Annotated[int, typer.Option(help="Prompt tokens behind a place.", min=1, max=8)] = 3,
     ensemble: Annotated[int, typer.Option(help="Chains of prompt tokens, averaged.", min=1, max=16)] = 1,

@@ -35,6 +35,9 @@ REMEDY: Final = "train them again with `foretell train prompts`"
 NONE: Final = "none"
 """In place of a folder: use none, though some may be there."""
 
+MAX_PREFIX: Final = 32
+"""Slots of a prefix: it lies where rows beyond the bought ones would."""
+
 _FOLDER: Final = "prompts"
 """Of shipped prompt tokens, within the folder of their model."""
 
@@ -82,7 +85,7 @@ def write_prompts(
 
     Args:
         folder: gets `config.json`, `prompts.safetensors`, `README.md` and `provenance.json`.
-        tensors: `embeddings` [C, m, E], and a sampler's weights where there is one; stored as bfloat16.
+        tensors: `embeddings` [C, m, E], and the weights of a sampler and a prefix where there is one; bfloat16.
         kept_ids: int64 [K], the ids that the sampler guesses; left out where there is none.
         ranks: how good the guesses were on text that was held out.
         fingerprint: the target's, see `foretell.models.fingerprint`.
@@ -149,7 +152,13 @@ def read_prompts(folder: Path, target: Target) -> PromptTokens:
                 embedding = reader.get_mapped(embedding_name).to(target.device)  # [V, E]
                 head = reader.get(head_name)[kept_ids]  # [K, E]
             sampler = Sampler(stored, embedding, head, kept_ids.numpy(), target.dtype, target.device)
-        return PromptTokens(embeddings, ranks, sampler)
+        config, prefix = target.config, stored.get("prefix")
+        if prefix is not None:
+            prefix = prefix.to(target.device, target.dtype)  # [L, 2 * G, P, D]
+            shape = (config.num_layers, 2 * config.num_kv_heads, prefix.shape[2], config.head_dim)
+            if prefix.shape != shape or prefix.shape[2] > MAX_PREFIX:
+                raise ValueError(f"prefix {tuple(prefix.shape)}")
+        return PromptTokens(embeddings, ranks, sampler, prefix)
     except (IndexError, KeyError, RuntimeError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} does not hold what prompt tokens need ({error}): {REMEDY}") from None
 

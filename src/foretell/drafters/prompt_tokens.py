@@ -26,6 +26,8 @@ class PromptTokens:
     ranks: GuessRanks
     """How good their guesses were on text that was held out."""
     sampler: Sampler | None = None
+    prefix: Tensor | None = None
+    """[L, 2 * G, P, D]: keys and values that prompt tokens see before all others, in the target's dtype."""
 
     @property
     def num_slots(self) -> int:
@@ -37,6 +39,11 @@ class PromptTokens:
         """Chains of an ensemble, C."""
         return self.embeddings.shape[0]
 
+    @property
+    def num_prefix(self) -> int:
+        """Slots of the prefix, P; 0 without one."""
+        return 0 if self.prefix is None else self.prefix.shape[2]
+
     def ids(self, vocab_size: int) -> PromptIds:
         """Return their ids, behind the vocabulary."""
         return PromptIds(vocab_size, self.num_slots, self.num_chains)
@@ -44,4 +51,5 @@ class PromptTokens:
     @property
     def num_bytes(self) -> int:
         """Bytes that they add to the target's."""
-        return self.embeddings.nbytes + (0 if self.sampler is None else self.sampler.num_bytes)
+        prefix_bytes = 0 if self.prefix is None else self.prefix.nbytes
+        return self.embeddings.nbytes + prefix_bytes + (0 if self.sampler is None else self.sampler.num_bytes)

@@ -95,7 +95,8 @@ class Drafting:
         key = (bucket, num_sharing)
         if key not in self._curves:
             compiled = self._runner.compiled
-            sizes = list(range(1, min(self._profile.max_rows, MAX_ROWS) + 1))
+            num_prefix = 0 if self._prompting is None else self._prompting.tokens.num_prefix  # lies behind the rows
+            sizes = list(range(1, min(self._profile.max_rows, MAX_ROWS - num_prefix) + 1))
             if compiled is not None:
                 sizes = [size for size in sizes if compiled.num_rows(size) is not None]
             self._curves[key] = [self._profile.seconds(size * num_sharing, bucket * 256) for size in sizes]

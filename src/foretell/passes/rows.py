@@ -67,7 +67,7 @@ class RowPacker:
         self._buffers: dict[tuple[int, ...], Tensor] = {}
         self._queries_per_kv = config.num_heads // config.num_kv_heads
 
-    def pack(self, sequences: Sequence[Rows], num_rows: int) -> RowBatch:
+    def pack(self, sequences: Sequence[Rows], num_rows: int, num_prefix: int = 0) -> RowBatch:
         """Return the batch of these sequences' rows, each padded to `num_rows`.
 
         A padding row sees itself alone and is written beyond the real rows, where nothing is committed.
@@ -75,6 +75,7 @@ class RowPacker:
         Args:
             sequences: all of one pool, in the order of their regions.
             num_rows: rows per sequence, N; at least the longest sequence's.
+            num_prefix: slots right after each sequence's rows that prompt tokens see, and nobody else.
         """
         batch_size = len(sequences)
         token_ids = np.zeros((batch_size, num_rows), dtype=np.int64)
@@ -86,8 +87,8 @@ class RowPacker:
             positions[index, :size] = rows.depths
         positions += starts[:, None]
         slots = starts[:, None] + np.arange(num_rows)  # [B, N]
-        num_slots = visible_slots(int(starts.max()) + num_rows, self._slot_grain)
-        bias = self._bias(sequences, num_rows, num_slots)  # [B, 1, N, S]
+        num_slots = visible_slots(int(starts.max()) + num_rows + num_prefix, self._slot_grain)
+        bias = self._bias(sequences, num_rows, num_slots, num_prefix)  # [B, 1, N, S]
         folded = self._fold(bias)  # [B, 1, H/G * N, S]
         local_bias, first_local_slot = None, 0
         window = self._config.sliding_window
@@ -108,7 +109,7 @@ class RowPacker:
             features=_pad_features(sequences, num_rows),
         )
 
-    def _bias(self, sequences: Sequence[Rows], num_rows: int, num_slots: int) -> Tensor:
+    def _bias(self, sequences: Sequence[Rows], num_rows: int, num_slots: int, num_prefix: int) -> Tensor:
         key = (len(sequences), num_rows, num_slots)
         if key not in self._buffers:
             if len(self._buffers) > 16:
@@ -122,6 +123,9 @@ class RowPacker:
             seen[:size, :first] = 0
             seen[:size, first : start + size].masked_fill_(torch.from_numpy(rows.mask), 0)
             seen[size:, start + size : start + num_rows].fill_diagonal_(0)
+            if num_prefix:
+                is_prompt = [token_id >= self._config.vocab_size for token_id in rows.token_ids]
+                seen[:size, start + num_rows : start + num_rows + num_prefix][torch.tensor(is_prompt)] = 0
         return bias
 
     def _local(

@@ -79,6 +79,8 @@ class Runner:
         )
         self.prompt_embeddings: Tensor | None = None
         """[P, E]: what stands in rows whose ids lie beyond the vocabulary, in the order of those ids."""
+        self.prompt_prefix: Tensor | None = None
+        """[L, 2 * G, P, D]: keys and values that such rows see and no others."""
         self._packer = RowPacker(
             config, model.dtype, model.device, skips_blocks=compiled is None, slot_grain=slot_grain
         )
@@ -111,8 +113,9 @@ class Runner:
         A compiled pass takes one sequence. Slots for the padded rows must be reserved.
         """
         num_rows = self.padded(max(len(rows.token_ids) for rows in sequences), len(sequences))
-        batch = self._embed_prompts(self._packer.pack(sequences, num_rows))
         regions = _regions(sequences)  # [L, B, 2 * G, C, D]
+        num_prefix = self._put_prefix(sequences, num_rows, regions)
+        batch = self._embed_prompts(self._packer.pack(sequences, num_rows, num_prefix))
         if self.compiled is not None and self.compiled.num_rows(num_rows) == num_rows:
             return self.compiled(batch, regions)
         hidden = self._forward(batch, regions)  # [B * N, E]
@@ -127,6 +130,17 @@ class Runner:
         hidden = self._forward(self._packer.pack([rows], size), _regions([rows]))  # [N, E]
         self.cache.commit(rows.region, size)
         return hidden
+
+    def _put_prefix(self, sequences: Sequence[Rows], num_rows: int, regions: Tensor) -> int:
+        """Put the prefix of prompt tokens into the slots right after the rows; returns how many slots it takes."""
+        vocab_size, prefix = self.model.config.vocab_size, self.prompt_prefix
+        if prefix is None or all(max(rows.token_ids) < vocab_size for rows in sequences):
+            return 0
+        size = prefix.shape[2]
+        for index, rows in enumerate(sequences):
+            start = rows.region.length + num_rows
+            regions[:, index, :, start : start + size] = prefix
+        return size
 
     def _embed_prompts(self, batch: RowBatch) -> RowBatch:
         """Return the batch with embeddings in place of ids where prompt tokens are among them."""

@@ -22,7 +22,7 @@ is the target's.
 | training | {num_steps:,} steps, {minutes:.0f} minutes |
 
 Share of places in greedy text that was held out whose own token was among the best guesses; slot j guesses the token
-j + 1 places on, knowing the one before its guess where the capacity is `sampler`. {misses}
+j + 1 places on, knowing the one before its guess where the capacity has a sampler. {misses}
 
 | text | places | slot | top 1 | top 5 | top 10 |
 |---|---|---|---|---|---|
@@ -33,7 +33,7 @@ j + 1 places on, knowing the one before its guess where the capacity is `sampler
 def prompt_card(facts: Mapping[str, Any]) -> str:
     """Return the card, Markdown, from the provenance of prompt tokens."""
     scores, recipe, text = facts["scores"], facts["recipe"], facts["text"]
-    is_sampler = recipe["capacity"] == "sampler"
+    has_sampler = "sampler" in recipe["capacity"]
     return _CARD.format(
         target=facts["target"],
         weights=WEIGHTS,
@@ -49,7 +49,7 @@ def prompt_card(facts: Mapping[str, Any]) -> str:
         num_raw=text["num_raw_documents"],
         num_steps=scores["num_steps"],
         minutes=scores["training_s"] / 60,
-        misses=f"The sampler guesses {facts['num_kept']:,} ids; others count as misses." if is_sampler else "",
+        misses=f"The sampler guesses {facts['num_kept']:,} ids; others count as misses." if has_sampler else "",
         rows="\n".join(
             f"| {kind} | {scores[kind]['num_places']:,} | {slot} | "
             + " | ".join(f"{share:.3f}" for share in shares)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from foretell.errors import ConfigError, InputError
 from foretell.hardware.prompt_policy import GuessRanks
+from foretell.models.config import ModelConfig
 from foretell.models.decoder import Model
 from foretell.models.sampler import sampler_inputs
 from foretell.train.anchors import Anchors, choose_anchors, read_texts, run_prompts, take_along
@@ -26,8 +27,9 @@ from foretell.train.draft import TargetTensors
 from foretell.train.examples import Batch, Examples
 from foretell.train.text import CHAT, RAW
 
-Capacity = Literal["embeddings", "sampler"]
-"""What is trained: the prompt tokens alone, or a residual block between their states and the guesses as well."""
+Capacity = Literal["embeddings", "prefix", "sampler", "prefix+sampler"]
+"""What is trained besides the prompt tokens: keys and values that they alone see, a residual block between their states
+and the guesses, or both."""
 
 RANKS: Final = 10
 """Guesses of a slot that are told apart."""
@@ -45,6 +47,8 @@ class PromptRecipe:
     """Prompt tokens of a chain."""
     num_chains: int = 1
     """Chains behind a place, of which the states are averaged: the paper's ensembles."""
+    num_prefix: int = 16
+    """Slots of a prefix, of which keys are not rotated."""
     num_kept: int = 5120
     """Most ids that a sampler guesses; its share of the head is read for every guess."""
     num_epochs: float = 1.5
@@ -54,12 +58,23 @@ class PromptRecipe:
     learning_rate: float = 0.3
     """Of the embeddings, in units of the root mean square of the target's embedding."""
     sampler_learning_rate: float = 1e-3
+    prefix_learning_rate: float = 1e-2
     sharpness: float = 0.3
     seed: int = 0
 
+    @property
+    def has_prefix(self) -> bool:
+        """Whether keys and values are trained that prompt tokens alone see."""
+        return "prefix" in self.capacity
+
+    @property
+    def has_sampler(self) -> bool:
+        """Whether a block is trained between prompt tokens and guesses."""
+        return "sampler" in self.capacity
+
     def __post_init__(self) -> None:
-        if self.capacity not in ("embeddings", "sampler"):
-            raise ConfigError(f"there is no capacity {self.capacity!r}: choose embeddings or sampler")
+        if self.capacity not in get_args(Capacity):
+            raise ConfigError(f"there is no capacity {self.capacity!r}: choose one of {', '.join(get_args(Capacity))}")
         for name, limit in (("num_slots", 8), ("num_chains", 16)):
             if not 1 <= getattr(self, name) <= limit:
                 raise ConfigError(f"`{name}` must be from 1 to {limit}, got {getattr(self, name)}")
@@ -103,17 +118,22 @@ class PromptModule(nn.Module):
 
     Args:
         recipe: its capacity, slots and chains.
+        config: the target's.
         mean: the mean of the embeddings of the kept ids, where all prompt tokens begin, [E].
         scale: root mean square of the target's embedding.
     """
 
-    def __init__(self, recipe: PromptRecipe, mean: Tensor, scale: float) -> None:
+    def __init__(self, recipe: PromptRecipe, config: ModelConfig, mean: Tensor, scale: float) -> None:
         super().__init__()
         width = len(mean)
         noise = torch.randn(recipe.num_chains, recipe.num_slots, width) * (0.1 * scale)  # [C, m, E]
         self.embeddings = nn.Parameter(mean.float() + noise)
         self.mix = self.out = None
-        if recipe.capacity == "sampler":
+        self.prefix = None
+        if recipe.has_prefix:
+            shape = (config.num_layers, 2 * config.num_kv_heads, recipe.num_prefix, config.head_dim)
+            self.prefix = nn.Parameter(0.1 * torch.randn(shape))  # [L, 2 * G, P, D]
+        if recipe.has_sampler:
             self.mix, self.out = nn.Linear(2 * width, width), nn.Linear(width, width, bias=False)
             nn.init.zeros_(self.out.weight)
 
@@ -129,6 +149,8 @@ class PromptModule(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by the names that `Sampler` reads."""
         tensors = {"embeddings": self.embeddings.detach()}
+        if self.prefix is not None:
+            tensors["prefix"] = self.prefix.detach()
         if self.mix is not None and self.out is not None:
             tensors["sampler.mix.weight"], tensors["sampler.mix.bias"] = (
                 self.mix.weight.detach(),
@@ -256,7 +278,7 @@ def _guess(
 ) -> Tensor:
     """Return the states that the head reads, [B, A, m, E]."""
     text = read_texts(model, batch.token_ids)
-    states = run_prompts(plain, text, anchors, module.embeddings)  # [B, A, m, E]
+    states = run_prompts(plain, text, anchors, module.embeddings, module.prefix)  # [B, A, m, E]
     before = take_along(batch.token_ids, anchors.after(states.shape[2], 1))  # [B, A, m]
     return module.guess(states, target.embedding[before])
 
@@ -274,9 +296,9 @@ def _count_ranks(
 ) -> NDArray[np.int64]:
     """Return how often the right tokens of all slots had which ranks, [R + 1] * m."""
     num_slots = recipe.num_slots
-    head = target.head[state.kept_ids] if recipe.capacity == "sampler" else target.head  # [K, E]
+    head = target.head[state.kept_ids] if recipe.has_sampler else target.head  # [K, E]
     columns = torch.full((len(target.head),), -1, dtype=torch.int64)  # [V], -1 for ids that were not kept
-    kept = torch.from_numpy(state.kept_ids) if recipe.capacity == "sampler" else torch.arange(len(target.head))
+    kept = torch.from_numpy(state.kept_ids) if recipe.has_sampler else torch.arange(len(target.head))
     columns[kept] = torch.arange(len(kept))
     counts = torch.zeros([RANKS + 1] * num_slots, dtype=torch.int64)
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -321,9 +343,11 @@ def _resume(
     known = target.embedding[kept_ids].float()  # [K, E]
     scale = float(known.square().mean().sqrt())
     torch.manual_seed(recipe.seed)
-    module = PromptModule(recipe, known.mean(0), scale)
-    others = [each for name, each in module.named_parameters() if name != "embeddings"]
+    module = PromptModule(recipe, target.config, known.mean(0), scale)
     groups: list[dict[str, Any]] = [{"params": [module.embeddings], "peak": recipe.learning_rate * scale}]
+    if module.prefix is not None:
+        groups.append({"params": [module.prefix], "peak": recipe.prefix_learning_rate})
+    others = [each for name, each in module.named_parameters() if name not in ("embeddings", "prefix")]
     if others:
         groups.append({"params": others, "peak": recipe.sampler_learning_rate})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)

@@ -11,7 +11,7 @@ import typer
 
 from foretell.cli.next_ids import Wish, provide_next_ids
 from foretell.cli.options import EngineOptions, JsonOption, spread
-from foretell.cli.tune_prompts import SizedRun, draw_sizes, sizes_table, sweep_sizes
+from foretell.cli.tune_prompts import AddedBytes, SizedRun, added_bytes, draw_sizes, sizes_table, sweep_sizes
 from foretell.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,8 +105,9 @@ def tune(
     table = provide_next_ids(llm, next_ids)
     announce("decoding the built-in prompts plainly and with drafts")
     verdict = _calibrate(llm, profile, prompts)
-    runs = []
+    runs, added = [], None
     if llm.prompts is not None:
+        added = added_bytes(llm)
         announce("decoding them with prompt tokens under limits of rows")
         runs = sweep_sizes(llm, profile, prompts, SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True))
     compiled = runner.compiled
@@ -129,6 +130,7 @@ def tune(
                 "exactness": asdict(exactness),
                 "verdict": asdict(verdict) | {"speedup": verdict.speedup},
                 "prompts": [asdict(run) for run in runs],
+                "added_bytes": None if added is None else asdict(added),
                 "next_ids": asdict(table),
                 "compiled_bytes": compiled_bytes,
                 "file": str(file),
@@ -137,8 +139,8 @@ def tune(
         )
     else:
         _print_report(profile, exactness, verdict)
-        if runs:
-            _print_sizes(runs)
+        if added is not None:
+            _print_sizes(runs, added)
         print(table.sentence())
         if compiled_bytes:
             print(f"compiled passes take {compiled_bytes / 1e6:.0f} MB on disk, and about as much more memory")
@@ -225,11 +227,12 @@ def _print_report(profile: LatencyProfile, exactness: Exactness, verdict: Verdic
         console.print(sentence)
 
 
-def _print_sizes(runs: Sequence[SizedRun]) -> None:
+def _print_sizes(runs: Sequence[SizedRun], added: AddedBytes) -> None:
     from rich.console import Console
 
     Console(highlight=False, markup=False).print(sizes_table(runs))
     print(f"with prompt tokens alone passes have {runs[-1].rows_per_pass:.1f} rows on average here")
+    print(added.sentence())
 
 
 def _curve_table(profile: LatencyProfile) -> Table:

@@ -18,6 +18,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddedBytes:
+    """What drafting holds in memory besides the target."""
+
+    prompt_parameter_bytes: int
+    """Prompt tokens, their sampler and their prefix."""
+    prompt_kv_bytes: int
+    """Slots of prompt rows and prefix in the largest pass."""
+    draft_bytes: int
+    """The draft model's weights and its keys and values so far; 0 without one."""
+    target_bytes: int
+
+    def sentence(self) -> str:
+        """Return it in words."""
+        added = self.prompt_parameter_bytes + self.prompt_kv_bytes
+        words = (
+            f"prompt tokens add {self.prompt_parameter_bytes / 1e6:.2f} MB of parameters and "
+            f"{self.prompt_kv_bytes / 1e6:.2f} MB of keys and values, {added / self.target_bytes:.2%} of the model's "
+            f"{self.target_bytes / 1e6:.0f} MB"
+        )
+        return words + (f"; the draft model {self.draft_bytes / 1e6:.1f} MB" if self.draft_bytes else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SizedRun:
     """Decoding with prompt tokens where a pass may have so many rows."""
 
@@ -58,6 +81,20 @@ def sweep_sizes(
         _sized_run(max_rows, prompting.policy(engine.profile.curve(context)), engine.profile.curve(context), stats)
         for (max_rows, engine), stats in zip(engines.items(), taken.values(), strict=True)
     ]
+
+
+def added_bytes(llm: LLM) -> AddedBytes:
+    """Return what prompt tokens and the draft model hold."""
+    assert llm.engine.prompting is not None
+    tokens, runner = llm.engine.prompting.tokens, llm.engine.runner
+    policy = llm.engine.prompting.policy(llm.engine.drafting.curve(0))
+    num_rows = max(purchase.num_rows - len(purchase.num_prompts) for purchase in policy.purchases)
+    return AddedBytes(
+        prompt_parameter_bytes=tokens.num_bytes,
+        prompt_kv_bytes=(num_rows + tokens.num_prefix) * runner.cache.shape.slot_bytes,
+        draft_bytes=0 if llm.draft is None else llm.draft.engine.num_bytes,
+        target_bytes=runner.weight_bytes,
+    )
 
 
 def sizes_table(runs: Sequence[SizedRun]) -> Table:

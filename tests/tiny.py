@@ -1,4 +1,4 @@
-"""A tiny random model on disk whose tokens are bytes."""
+"""A tiny random model on disk whose tokens are bytes, and the body of a tiny draft."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from foretell.models.config import FULL, SLIDING, ModelConfig
 
 EOS = 2
 CHAT_TEMPLATE = (
@@ -49,3 +51,26 @@ def save_model(folder: Path, **fields: Any) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**shape, **fields})).save_pretrained(folder)
     return folder
+
+
+def draft_body(
+    *, vocab_size: int, num_layers: int = 1, window: int | None = None, max_positions: int = 512, **fields: Any
+) -> ModelConfig:
+    """Return the body of a draft of width 16; sliding layers where there is a window."""
+    return ModelConfig(
+        model_type="llama",
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        norm_eps=1e-5,
+        max_positions=max_positions,
+        hidden_act="silu",
+        sliding_window=window,
+        layer_types=(FULL if window is None else SLIDING,) * num_layers,
+        attention_scale=0.5,
+        **fields,
+    )

@@ -23,7 +23,6 @@ from foretell.drafters.drafter import Drafter, DraftSampling, Outcome, Proposal,
 from foretell.drafters.expansion import TreeShape
 from foretell.drafters.grow import MAX_PROBABILITY, MIN_PATH_PROBABILITY
 from foretell.errors import ConfigError
-from foretell.models.config import ModelConfig
 from foretell.models.draft import DraftModel
 from foretell.passes.rows import Rows
 from foretell.passes.runner import MAX_ROWS, Runner
@@ -33,26 +32,13 @@ from foretell.verify.chance import KeyedChance
 from foretell.verify.draws import DrawPlan
 from foretell.verify.filters import keep_top_k, keep_top_p
 from foretell.verify.noise import gumbel_noise_array
+from tiny import draft_body
 
 VOCAB_SIZE, HIDDEN, EOS = 24, 16, 5
 KEPT = np.array([0, 1, 3, 4, 5, 6, 8, 9, 11, 12, 15, 17, 20, 23])
 CPU = torch.device("cpu")
 CHAIN = TreeShape(max_children=1, max_width=1)
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=HIDDEN,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    norm_eps=1e-5,
-    max_positions=512,
-    hidden_act="silu",
-    layer_types=("full_attention",) * 2,
-    attention_scale=0.5,
-)
+CONFIG = draft_body(vocab_size=VOCAB_SIZE, num_layers=2)
 
 
 def draft_model(kind: str = "lm", seed: int = 0) -> DraftModel:

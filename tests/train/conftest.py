@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.models.config import FULL, SLIDING, ModelConfig
 from foretell.models.draft import DraftKind, DraftModel
 from foretell.train.examples import Examples
 from foretell.train.text import CHAT, RAW, Documents, hidden_path
+from tiny import draft_body
 
 V, E, EOS = 60, 16, 3
 KEPT = np.array([EOS, *range(10, 50)])
@@ -22,23 +22,7 @@ CPU = torch.device("cpu")
 def build_draft(kind: DraftKind = "feature", window: int | None = None, seed: int = 0) -> DraftModel:
     """Return a draft of random weights in float64."""
     random = torch.Generator().manual_seed(seed)
-    config = ModelConfig(
-        model_type="llama",
-        vocab_size=V,
-        hidden_size=E,
-        intermediate_size=24,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        norm_eps=1e-5,
-        max_positions=4096,
-        hidden_act="silu",
-        sliding_window=window,
-        layer_types=(FULL if window is None else SLIDING,),
-        attention_scale=0.5,
-        eos_ids=(EOS,),
-    )
+    config = draft_body(vocab_size=V, window=window, max_positions=4096, eos_ids=(EOS,))
     layer = "model.layers.0."
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (V, E),

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from foretell.errors import ModelError
-from foretell.models.config import SLIDING, ModelConfig
 from foretell.models.draft import DraftKind, DraftModel
 from foretell.models.draft_files import read_draft, write_draft
 from foretell.passes.rows import Rows
@@ -21,33 +20,16 @@ from foretell.passes.runner import Runner
 from foretell.train.distill import choose_kept_ids, distill
 from foretell.train.draft_module import DraftModule, stream_mask
 from foretell.train.text import Documents
+from tiny import draft_body
 
 CPU = torch.device("cpu")
 
 
-def body(num_layers: int = 1, window: int = 6) -> ModelConfig:
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        norm_eps=1e-5,
-        max_positions=64,
-        hidden_act="silu",
-        sliding_window=window,
-        layer_types=(SLIDING,) * num_layers,
-        attention_scale=0.5,
-        eos_ids=(2,),
-    )
-
-
 def make_module(kind: DraftKind, num_layers: int, seed: int = 0) -> DraftModule:
     torch.manual_seed(seed)
-    module = DraftModule(body(num_layers), kind)
+    module = DraftModule(
+        draft_body(vocab_size=40, num_layers=num_layers, window=6, max_positions=64, eos_ids=(2,)), kind
+    )
     for tensor in module.tensors().values():
         tensor.normal_(0.0, 0.4)
     return module

@@ -14,8 +14,8 @@ class PromptWorth:
     """What a step that begins with guesses is worth beyond one that begins without."""
 
     values: tuple[float, ...]
-    """Tokens that 0, 1, … m usable guesses are worth in the long run; the first is 0, and each adds nothing or more, and
-    no more than the one before it."""
+    """Tokens that 0, 1, … m usable guesses are worth in the long run; the first is 0, none is below the one before it,
+    and each adds no more than that did."""
     tokens_per_s: float
     """The long-run rate: what a second is worth in tokens."""
     num_chains: int = 1

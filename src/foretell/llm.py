@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
@@ -25,7 +23,7 @@ from foretell.engine.kept import Kept
 from foretell.engine.measure import quick_profile
 from foretell.engine.prompting import Prompting
 from foretell.engine.sequence import TARGET, DecodingSequence, Request
-from foretell.errors import ConfigError, InputError
+from foretell.errors import ConfigError
 from foretell.hardware.pages import use_huge_pages
 from foretell.hardware.profile import LatencyProfile
 from foretell.hardware.store import ProfileStore, profile_key
@@ -36,6 +34,7 @@ from foretell.models.load import choose_context, choose_device, choose_dtype, lo
 from foretell.output import OutputText
 from foretell.params import SamplingParams, generation_defaults
 from foretell.passes.runner import Runner, describe_compiled
+from foretell.prompt import Prompt, encode_prompt, prompt_list
 from foretell.result import Chunk, Completion
 from foretell.text.tokenizer import Message, Tokenizer
 from foretell.verify.choose import TokenChooser
@@ -43,8 +42,6 @@ from foretell.verify.rule import Rule, make_rule
 
 MAX_BATCH = 32
 """Sequences that are decoded at once."""
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -185,7 +182,7 @@ class LLM:
                 the verification tests.
         """
         sampling = sampling or SamplingParams()
-        waiting = [self._encode(prompt) for prompt in _as_list(prompts)]
+        waiting = [encode_prompt(prompt, self.tokenizer) for prompt in prompt_list(prompts)]
         for prompt_ids in waiting:
             self.engine.check_prompt(prompt_ids)
         finished: dict[tuple[int, int], Completion] = {}
@@ -212,7 +209,7 @@ class LLM:
         Raises:
             ConfigError: `sampling.n` is above 1; and what `generate` raises.
         """
-        return self._stream(self._encode(prompt), sampling or SamplingParams(), drafter, None)
+        return self._stream(encode_prompt(prompt, self.tokenizer), sampling or SamplingParams(), drafter, None)
 
     def chat(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, drafter: str | None = None
@@ -362,16 +359,6 @@ class LLM:
             prompt_token_ids=list(sequence.request.prompt_ids),
         )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InputError("the prompt is empty: give at least one character")
-            return self.tokenizer.encode(prompt)
-        try:
-            return [index(token_id) for token_id in prompt]
-        except TypeError:
-            raise InputError(f"a prompt must be text or token ids, got {reprlib.repr(prompt)}") from None
-
 
 class Conversation:
     """Turns that share a prefix compute it once: keys and values stay in the cache between them."""
@@ -390,14 +377,6 @@ class Conversation:
     def close(self) -> None:
         """Give back the conversation's slots."""
         self._kept.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts; a text, or a sequence of ids, is one."""
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    return [items] if all(isinstance(item, SupportsIndex) for item in items) else items
 
 
 def _seed(sampling: SamplingParams) -> int | None:

@@ -19,19 +19,15 @@ from foretell.drafters.draft import DraftModelDrafter
 from foretell.drafters.draft_engine import DraftEngine
 from foretell.drafters.drafter import DrawingDrafter, NoDrafter, Outcome, Proposal, TableDrafter
 from foretell.drafters.drawn import DraftLaw, draw_tree
-from foretell.engine.drawing import DrawnAcceptance
 from foretell.errors import ConfigError, NumericsError
 from foretell.hardware.profile import LatencyProfile
 from foretell.models.draft import DraftModel
 from foretell.params import SamplingParams
 from foretell.passes.rows import Rows
 from foretell.passes.runner import PassOutput
-from foretell.tree.draws import Draws
 from foretell.tree.pack import pack
-from foretell.tree.shape import Shape
 from foretell.tree.token_tree import TokenTree
 from foretell.verify.draws import DrawPlan
-from foretell.verify.match import Verdict
 from foretell.verify.rule import make_rule
 
 Paths = dict[tuple[int, ...], float]
@@ -378,31 +374,3 @@ def test_a_drafter_that_ranks_is_refused_before_anything_runs(lab: Any, name: st
         request_of(lab, lab.Oracle([]), sampling(name))
     assert "\n" not in str(caught.value)
     assert request_of(lab, lab.Oracle([]), sampling("typical")).rule is not None
-
-
-def test_acceptance_is_learned_by_the_place_of_a_draw() -> None:
-    drawn = DrawnAcceptance()
-    flat = [1.0 + 0.01 * size for size in range(16)]
-    before = drawn.plan(flat, 15, 6)
-    assert len(before) > 3
-    tree = TokenTree.root(9)
-    for token_id in (5, 6):
-        tree.add(0, token_id, -0.1, "toy")
-    tree.draws = {0: Draws((5, 6), np.arange(8), np.ones(8))}
-    packed = pack(tree)
-    for _ in range(200):
-        drawn.record(packed, Verdict([], 7))
-    assert len(drawn.plan(flat, 15, 6)) < len(before)
-    for token_id in (5, 6) * 2000:
-        drawn.record(packed, Verdict([packed.children[0][token_id]], 7))
-    shape = drawn.plan(flat, 15, 6)
-    assert shape.parents[:3] == [-1, 0, 0]
-    assert shape.log_accept[1:3] == pytest.approx([math.log(0.5)] * 2, rel=0.2)
-
-
-def test_a_plan_keeps_limits_and_costs() -> None:
-    drawn = DrawnAcceptance()
-    assert drawn.plan([1.0, 9.0, 9.0], 2, 4) == Shape([-1], [0.0])
-    assert len(drawn.plan([1.0] * 4, 9, 4)) == 4
-    assert len(drawn.plan([1.0] * 16, 2, 4)) == 3
-    assert set(drawn.plan([1.0] * 16, 15, 1).parents) == {-1, 0}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from foretell.drafters.choices import Choices, NoiseMemory, filter_scores, rank
-from foretell.drafters.draft_engine import DraftEngine, StagePayoff
+from foretell.drafters.draft_engine import DraftEngine
 from foretell.drafters.draft_reader import DraftReader
 from foretell.drafters.drafter import Drafter, Outcome, Proposal
 from foretell.drafters.drawn import DraftLaw, draw_tree
@@ -60,13 +60,11 @@ class DraftModelDrafter:
         self.needs: frozenset[str] = own_needs.union(*(drafter.needs for drafter in self._helpers))
         self._reader = DraftReader(engine)
         self._noise = NoiseMemory(engine.model.kept_ids)
-        self._payoff = StagePayoff()
 
     def begin(self, prompt_ids: Sequence[int], hidden: Tensor | None = None) -> None:
         for drafter in self._helpers:
             drafter.begin(prompt_ids, hidden)
         self._reader.begin(prompt_ids, hidden)
-        self._payoff = StagePayoff()
 
     def observe(self, outcome: Outcome) -> None:
         for drafter in self._helpers:
@@ -130,7 +128,7 @@ class DraftModelDrafter:
             inner=None if self._inner is None else self._inner.fork(),
             beside=None if self._beside is None else self._beside.fork(),
         )
-        twin._reader, twin._payoff = self._reader.fork(), self._payoff.copy()
+        twin._reader = self._reader.fork()
         return twin
 
     def close(self) -> None:
@@ -159,24 +157,21 @@ class DraftModelDrafter:
         """Read the tip, and in the same pass a second stage's tree where that is expected to pay."""
         engine, reader = self._engine, self._reader
         num_rows = reader.num_unread(len(proposal.ahead))
-        plain_s = engine.pass_s(num_rows)
         max_staged = min(self._shape.max_staged, self._shape.max_staged_rows - num_rows)
-        is_staging = (
-            bool(self._helpers) and min(max_read_depth, max_staged) > 0 and self._payoff.is_due(engine.pass_s(1))
-        )
-        stage_began_s = engine.clock()
+        payoff = expansion.learned.stages[self.name]
         staged = TokenTree.root(proposal.tip)
-        if is_staging:
-            staged = self._stage(proposal, max_staged, max_read_depth, beside)
+        if self._helpers and min(max_read_depth, max_staged) > 0 and payoff.is_due():
+            making_began_s = engine.clock()
+            made = self._stage(proposal, max_staged, max_read_depth, beside)
+            staged = payoff.choose(made, engine.clock() - making_began_s, num_rows, engine.pass_s)
         began_s = engine.clock()
         logits = reader.read_tip(proposal.ahead, staged)  # [1 + I, K]
         num_confirmed = expansion.take_staged(staged, self._rank(logits, proposal, staged.depths()))
-        now_s = engine.clock()
-        engine.record(num_rows + len(staged) - 1, now_s - began_s)
+        engine.record(num_rows + len(staged) - 1, engine.clock() - began_s)
         reader.work.num_confirmed += num_confirmed
         reader.work.num_staged_passes += len(staged) > 1
-        if is_staging:
-            self._payoff.record(num_confirmed, now_s - stage_began_s - plain_s)
+        if len(staged) > 1:
+            payoff.record(staged, num_confirmed)
 
     def _read_on(self, expansion: Expansion, proposal: Proposal) -> None:
         """Read nodes until another pass does not pay."""

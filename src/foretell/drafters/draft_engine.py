@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
@@ -10,6 +12,8 @@ from foretell.drafters.calibration import Calibration
 from foretell.models.draft import DraftModel
 from foretell.passes.rows import visible_slots
 from foretell.passes.runner import CompiledPass, Runner
+from foretell.tree.shape import prune
+from foretell.tree.token_tree import TokenTree
 
 _SLOT_GRAIN: Final = 128
 """Slots that a pass reads at a time, as compiled passes need: a draft's bits need not equal another pass's."""
@@ -17,8 +21,11 @@ _SLOT_GRAIN: Final = 128
 _WIDTHS: Final = (1, 2, 4, 8)
 """Nodes that a pass may read; of those that cost the same rows, the most."""
 
+_RETRY_STAGE: Final = 8
+"""Steps without a second stage before one is made again."""
+
 _RETRY_AFTER: Final = 16
-"""Steps without the second stage before it is tried again."""
+"""Steps without the draft model before it is asked again."""
 
 
 class DraftEngine:
@@ -92,6 +99,8 @@ class Learned:
         self.best_child = Mean(0.6, decay=0.99)
         """Acceptance of the best child of a node that was read, given that node's."""
         self.asking = AskingPayoff()
+        self.stages: defaultdict[str, StagePayoff] = defaultdict(StagePayoff)
+        """By the drafter's name."""
 
 
 class PassTimes:
@@ -115,33 +124,51 @@ class PassTimes:
 
 
 class StagePayoff:
-    """Whether a second stage saves more passes than it costs: both are measured, as decayed means.
+    """Which nodes of a second stage's tree are worth their rows, and whether making such trees is worth its time.
 
-    A step without it is followed by a trial after `_RETRY_AFTER` more.
+    A node that the draft's own walk meets saves a pass. How many will be met is what the tree's estimates say, times
+    how far earlier ones held; both are decayed means. A step that makes no tree is followed by a trial after
+    `_RETRY_STAGE` more.
     """
 
     def __init__(self) -> None:
-        self._num_confirmed, self._extra_s = Mean(2.0, decay=0.9), Mean(0.0, decay=0.9)
+        self._num_met, self._num_expected = Mean(0.5, decay=0.98), Mean(0.5, decay=0.98)
+        self._gain_s, self._making_s = Mean(1e-3, decay=0.9), Mean(0.0, decay=0.9)
         self._num_waited = 0
 
-    def is_due(self, pass_s: float) -> bool:
-        """Return whether this step should use it, where a pass that it saves takes `pass_s`."""
+    def is_due(self) -> bool:
+        """Return whether this step should make a tree."""
         self._num_waited += 1
-        if self._num_confirmed.value * pass_s < self._extra_s.value and self._num_waited <= _RETRY_AFTER:
+        if self._gain_s.value < self._making_s.value and self._num_waited <= _RETRY_STAGE:
             return False
         self._num_waited = 0
         return True
 
-    def record(self, num_confirmed: int, extra_s: float) -> None:
-        """Take in a step that used it: the passes that it saved, and the seconds that it took besides one pass."""
-        self._num_confirmed.add(num_confirmed)
-        self._extra_s.add(extra_s)
+    def choose(self, tree: TokenTree, making_s: float, num_rows: int, pass_s: Callable[[int], float]) -> TokenTree:
+        """Return the first nodes of a tree, those that save the most seconds.
 
-    def copy(self) -> StagePayoff:
-        twin = StagePayoff()
-        twin._num_confirmed, twin._extra_s = self._num_confirmed.copy(), self._extra_s.copy()
-        twin._num_waited = self._num_waited
-        return twin
+        Args:
+            tree: by `stage`, likelier nodes first.
+            making_s: what it took.
+            num_rows: rows of the pass without it.
+            pass_s: seconds of a pass by its rows.
+        """
+        held = self._num_met.value / max(self._num_expected.value, 1e-3)
+        plain_s, saved_s = pass_s(num_rows), pass_s(1)
+        num_met, best_s, best_size = 0.0, 0.0, 1
+        for size, log_accept in enumerate(tree.log_accept[1:], start=1):
+            num_met += held * math.exp(log_accept)
+            gain_s = num_met * saved_s - (pass_s(num_rows + size) - plain_s)
+            if gain_s >= best_s:  # of equals the larger: where nothing is known of times, all are read
+                best_s, best_size = gain_s, size + 1
+        self._gain_s.add(best_s)
+        self._making_s.add(making_s)
+        return prune(tree, best_size)
+
+    def record(self, tree: TokenTree, num_met: int) -> None:
+        """Take in how many nodes of a tree that was read the draft's own walk met."""
+        self._num_met.add(num_met)
+        self._num_expected.add(sum(map(math.exp, tree.log_accept[1:])))
 
 
 class AskingPayoff:

@@ -8,11 +8,11 @@ from typing import Final
 
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.drafter import DrawingDrafter, Proposal
-from foretell.engine.prompting import Prompting, use_of
+from foretell.engine.prompting import PROMPTS, Prompting, use_of
 from foretell.engine.sequence import DecodingSequence
 from foretell.hardware.budget import buy
 from foretell.hardware.profile import LatencyProfile
-from foretell.hardware.prompt_rows import buy_rows
+from foretell.hardware.prompt_rows import PromptWorth, RowPurchase, buy_rows
 from foretell.passes.runner import MAX_ROWS, Runner
 from foretell.tree.merge import graft
 from foretell.tree.pack import PackedTree, pack
@@ -158,20 +158,17 @@ class Drafting:
         draft_s: float,
     ) -> PackedTree:
         """Return the nodes that are worth their rows, and behind them prompt tokens for the next step."""
-        order = best_first(tree)
-        places = {node: place for place, node in enumerate(order)}
         is_free = sequence.request.rule is None
-        purchase = buy_rows(
-            [tree.log_accept[node] for node in order],
-            [-1, *(places[tree.parents[node]] for node in order[1:])],
-            curve,
-            draft_s,
-            prompting.worth(curve, use_of(sequence)) if is_free else prompting.policy(curve).worth,
-            num_certain,
-        )
+        worth = prompting.worth(curve, use_of(sequence)) if is_free else prompting.policy(curve).worth
+        order = best_first(tree)
+        purchase = _purchase(tree, order, curve, draft_s, worth, num_certain)
+        if is_free and sequence.num_guesses and prompting.is_due(use_of(sequence)):
+            others = _without(PROMPTS, tree, order, num_certain)
+            without = _purchase(others, best_first(others), curve, draft_s, worth, num_certain)
+            prompting.record_gain(use_of(sequence), curve, sequence.num_guesses, purchase.gain - without.gain)
+        nodes = sorted(range(len(purchase.num_prompts)), key=order.__getitem__)
         kept = subtree(tree, order[: len(purchase.num_prompts)])
-        num_prompts = [purchase.num_prompts[places[node]] for node in sorted(order[: len(kept)])]
-        return self._pack(prompting, sequence, kept, num_prompts)
+        return self._pack(prompting, sequence, kept, [purchase.num_prompts[place] for place in nodes])
 
     def _pack(
         self, prompting: Prompting, sequence: DecodingSequence, tree: TokenTree, num_prompts: Sequence[int]
@@ -186,6 +183,30 @@ class Drafting:
         tokens_left = sequence.request.max_new_tokens - sequence.num_new_tokens
         positions_left = self._runner.context_tokens - len(sequence.token_ids)
         return max(0, min(tokens_left, positions_left) - 1)  # the last token needs no row of its own
+
+
+def _purchase(
+    tree: TokenTree,
+    order: Sequence[int],
+    curve: Sequence[float],
+    draft_s: float,
+    worth: PromptWorth,
+    num_certain: int,
+) -> RowPurchase:
+    """Return what to buy of a tree, given its nodes best first."""
+    places = {node: place for place, node in enumerate(order)}
+    log_accept = [tree.log_accept[node] for node in order]
+    parents = [-1, *(places[tree.parents[node]] for node in order[1:])]
+    return buy_rows(log_accept, parents, curve, draft_s, worth, num_certain)
+
+
+def _without(source: str, tree: TokenTree, order: Sequence[int], num_certain: int) -> TokenTree:
+    """Return the tree without the drafted nodes from a source and all below them."""
+    kept = set(range(num_certain))
+    for node in order:
+        if tree.sources[node] != source and tree.parents[node] in kept:
+            kept.add(node)
+    return subtree(tree, sorted(kept))
 
 
 def _provisional_tree(sequence: DecodingSequence) -> TokenTree:

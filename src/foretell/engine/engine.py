@@ -272,12 +272,14 @@ class Engine:
         drafter, num_emitted = sequence.request.drafter, len(emitted)
         rows, rows_ahead = path[:num_emitted], path[num_emitted : num_emitted + len(sequence.provisional)]
         needs_hidden = "hidden" in drafter.needs
+        guesses = self._guesses(tree, path[-1], logits, hidden) if "guesses" in drafter.needs else None
+        sequence.num_guesses = 0 if guesses is None else guesses.hidden.shape[1]
         outcome = Outcome(
             [emission.token_id for emission in emitted],
             hidden=hidden[rows] if needs_hidden else None,
             ahead_hidden=hidden[rows_ahead] if needs_hidden and rows_ahead else None,
             top_ids=_top_ids(logits[rows]) if "top_ids" in drafter.needs else None,
-            guesses=self._guesses(tree, path[-1], logits, hidden) if "guesses" in drafter.needs else None,
+            guesses=guesses,
         )
         drafter.observe(outcome)
 

@@ -86,6 +86,8 @@ class DecodingSequence:
     finish_reason: FinishReason | None = None
     started_s: float = 0.0
     first_token_at_s: float | None = None
+    num_guesses: int = 0
+    """Guesses of prompt tokens that the next step may use."""
     gate: DraftGate = field(default_factory=DraftGate)
     drawn: DrawnAcceptance = field(default_factory=DrawnAcceptance)
 

@@ -29,10 +29,17 @@ def check_drafters(
         notify: called before what takes long.
 
     Raises:
-        ConfigError: there is no such drafter, no draft model for it, or it does not draw what the rule tests.
+        ConfigError: there is no such drafter, no draft model or no prompt tokens for it, or it does not draw what the
+            rule tests.
         ModelError: the model whose drafts are looked for cannot be found or read.
     """
-    from foretell.drafters.catalog import MODEL_DRAFTERS, check_drafter_name, missing_draft
+    from foretell.drafters.catalog import (
+        MODEL_DRAFTERS,
+        PROMPT_DRAFTERS,
+        check_drafter_name,
+        missing_draft,
+        missing_prompts,
+    )
     from foretell.drafters.draft_store import NONE
 
     for name in names or ():
@@ -49,21 +56,34 @@ def check_drafters(
         need_draft += [name for name in names or () if name == "all"]
     if need_draft and not _has_draft(engine, notify):
         raise missing_draft(need_draft[0], is_off=engine.draft == NONE)
+    need_prompts = [name for name in names or () if name in PROMPT_DRAFTERS]
+    if need_prompts and not _has_prompts(engine, notify):
+        raise missing_prompts(need_prompts[0], is_off=engine.prompts == NONE)
 
 
 def _has_draft(engine: EngineSettings, notify: Callable[[str], None] | None) -> bool:
     """Return whether the engine is going to have a draft model, as far as files tell."""
     from foretell.drafters.draft_store import NONE, has_draft
+
+    return has_draft(_fingerprint(engine, notify)) if engine.draft is None else engine.draft != NONE
+
+
+def _has_prompts(engine: EngineSettings, notify: Callable[[str], None] | None) -> bool:
+    """Return whether the engine is going to have prompt tokens, as far as files tell."""
+    from foretell.drafters.prompt_store import NONE, has_prompts
+
+    return has_prompts(_fingerprint(engine, notify)) if engine.prompts is None else engine.prompts != NONE
+
+
+def _fingerprint(engine: EngineSettings, notify: Callable[[str], None] | None) -> str:
+    """Return the target's fingerprint, from its files."""
     from foretell.models.config import read_config
     from foretell.models.files import resolve
     from foretell.models.fingerprint import model_fingerprint
     from foretell.text.tokenizer import Tokenizer
 
-    if engine.draft is not None:
-        return engine.draft != NONE
     folder = resolve(engine.model, notify=notify).folder
-    fingerprint = model_fingerprint(folder, Tokenizer.load(folder), read_config(folder).vocab_size)
-    return has_draft(fingerprint)
+    return model_fingerprint(folder, Tokenizer.load(folder), read_config(folder).vocab_size)
 
 
 def load_llm(engine: EngineSettings, notify: Callable[[str], None] | None = None) -> BenchLLM:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -140,10 +141,14 @@ def read_prompts(folder: Path, target: Target) -> PromptTokens:
     try:
         embeddings = stored["embeddings"].to(target.device, target.dtype)  # [C, m, E]
         ranks = GuessRanks(stored["ranks"].numpy().astype(np.int64))
-        if embeddings.ndim != 3 or embeddings.shape[1:] != (ranks.num_slots, target.config.hidden_size):
+        width = target.config.hidden_size
+        if embeddings.ndim != 3 or embeddings.shape[1:] != (ranks.num_slots, width) or len(embeddings) == 0:
             raise ValueError(f"embeddings {tuple(embeddings.shape)}")
+        if len(set(ranks.counts.shape)) != 1 or len(ranks.counts) < 2:
+            raise ValueError(f"ranks {ranks.counts.shape}")
         sampler = None
         if "sampler.out.weight" in stored:
+            _check_sampler(stored, width)
             kept_ids = stored["kept_ids"].long()  # [K]
             if not (kept_ids.diff() > 0).all() or int(kept_ids[0]) < 0 or int(kept_ids[-1]) >= target.config.vocab_size:
                 raise ValueError("kept ids")
@@ -185,7 +190,7 @@ def load_prompts(
         return None
     if prompts is not None:
         return read(Path(prompts))
-    for folder in (prompts_home(target.fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))):
+    for folder in _homes(target.fingerprint):
         try:
             if is_prompts(folder) and _read_fingerprint(folder) == target.fingerprint:
                 return read(folder)
@@ -193,6 +198,33 @@ def load_prompts(
             if notify is not None:
                 notify(str(error))
     return None
+
+
+def has_prompts(fingerprint: str) -> bool:
+    """Return whether prompt tokens were trained here or ship for a target."""
+    for folder in _homes(fingerprint):
+        with suppress(ModelError):
+            if is_prompts(folder) and _read_fingerprint(folder) == fingerprint:
+                return True
+    return False
+
+
+def _homes(fingerprint: str) -> list[Path]:
+    return [prompts_home(fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))]
+
+
+def _check_sampler(stored: Mapping[str, Tensor], width: int) -> None:
+    """Raise where a sampler's weights do not fit each other or the target's width.
+
+    Raises:
+        ValueError: they do not.
+    """
+    inner = len(stored["sampler.mix.bias"])
+    shapes = {"mix.weight": (inner, 2 * width), "mix.bias": (inner,), "out.weight": (width, inner)}
+    for name, shape in shapes.items():
+        found = tuple(stored[f"sampler.{name}"].shape)
+        if found != shape:
+            raise ValueError(f"sampler.{name} {found} instead of {shape}")
 
 
 def _read_fingerprint(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from foretell.train.checkpoint import load_checkpoint, save_checkpoint
 from foretell.train.distill import Agreement, choose_kept_ids, distill, measure_agreement, run_module
 from foretell.train.draft_module import DraftModule
 from foretell.train.examples import Batch, Examples
+from foretell.train.schedule import learning_rate_factor
 from foretell.train.text import CHAT, RAW
 
 WINDOW: Final = 256
@@ -216,7 +216,8 @@ def train_draft(
     for batch in islice(chain.from_iterable(epochs), num_steps - state.step):
         started_s = clock()
         for group in state.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * _schedule(state.step, num_steps)
+            factor = learning_rate_factor(state.step, num_steps, min(100, max(1, num_steps // 20)))
+            group["lr"] = recipe.learning_rate * factor
         streams = recipe.streams_at(state.step / num_steps)
         loss = _take_step(state, batch, target.embedding, head, streams, recipe.sharpness)
         state.step += 1
@@ -274,14 +275,6 @@ def _evaluate(state: _State, examples: Examples, target: TargetTensors, recipe: 
         for kind in (CHAT, RAW)
     )
     return chat, raw
-
-
-def _schedule(step: int, num_steps: int) -> float:
-    """Return the learning rate's factor: a short rise, then a cosine down to a fiftieth."""
-    rise = min(100, max(1, num_steps // 20))
-    if step < rise:
-        return (step + 1) / rise
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, num_steps - rise)))
 
 
 def _resume(

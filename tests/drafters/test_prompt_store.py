@@ -1,0 +1,159 @@
+"""Prompt tokens on disk: which serve a target, and what is told where they cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretell.bench.run import run_bench
+from foretell.bench.settings import BenchSettings, EngineSettings
+from foretell.drafters.prompt_store import WEIGHTS, prompts_home, write_prompts
+from foretell.errors import ConfigError, ModelError
+from foretell.hardware.prompt_policy import GuessRanks
+from foretell.llm import LLM
+from tiny import save_model
+
+WIDTH, KEPT = 32, np.array([2, 5, 9, 200])
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything that foretell keeps goes here; threads are those of before."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("FORETELL_HOME", str(tmp_path / "home"))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def fingerprint(target: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORETELL_HOME", str(target / "home"))
+        return LLM(target, dtype="float32", threads=1, draft="none").fingerprint
+
+
+def save_prompts(folder: Path, fingerprint: str, **changed: Tensor) -> Path:
+    """Save two chains of three prompt tokens with a sampler; `changed` by name, dots as double underscores."""
+    tensors = {
+        "embeddings": torch.randn(2, 3, WIDTH),
+        "sampler.mix.weight": torch.randn(WIDTH, 2 * WIDTH),
+        "sampler.mix.bias": torch.randn(WIDTH),
+        "sampler.out.weight": torch.randn(WIDTH, WIDTH),
+    }
+    ranks = GuessRanks(np.ones((11, 11, 11), dtype=np.int64))
+    write_prompts(folder, tensors, KEPT, ranks, fingerprint=fingerprint, card="# Card\n", provenance={})
+    if changed:
+        stored = load_file(folder / WEIGHTS) | {name.replace("__", "."): each for name, each in changed.items()}
+        save_file(stored, folder / WEIGHTS)
+    return folder
+
+
+def load(target: Path, **options: Any) -> LLM:
+    return LLM(target, dtype="float32", threads=1, draft="none", **options)
+
+
+def test_what_was_trained_here_is_found_unless_none_is_wanted(target: Path, fingerprint: str) -> None:
+    assert load(target).settings["prompts"] == "none"
+    folder = save_prompts(prompts_home(fingerprint), fingerprint)
+    assert load(target).settings["prompts"] == str(folder)
+    assert load(target, prompts="none").settings["prompts"] == "none"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ("README.md", "config.json", "prompts.safetensors", "provenance.json")
+    )
+
+
+def test_those_of_another_target_are_refused_or_passed_over(target: Path, fingerprint: str, tmp_path: Path) -> None:
+    folder = save_prompts(tmp_path / "prompts", "f" * 64)
+    with pytest.raises(ModelError, match=rf"were trained for target f{{16}}, this one is {fingerprint[:16]}"):
+        load(target, prompts=folder)
+    save_prompts(prompts_home(fingerprint), "f" * 64)
+    assert load(target).settings["prompts"] == "none"
+
+
+WRONG: dict[str, dict[str, Tensor]] = {
+    "width": {"embeddings": torch.zeros(2, 3, WIDTH + 1)},
+    "slots": {"embeddings": torch.zeros(2, 2, WIDTH)},
+    "dimensions": {"embeddings": torch.zeros(3, WIDTH)},
+    "chains": {"embeddings": torch.zeros(0, 3, WIDTH)},
+    "ranks": {"ranks": torch.zeros(11, 4, 11, dtype=torch.int32)},
+    "mix": {"sampler__mix__weight": torch.zeros(WIDTH, WIDTH)},
+    "bias": {"sampler__mix__bias": torch.zeros(WIDTH + 1)},
+    "out": {"sampler__out__weight": torch.zeros(WIDTH, WIDTH + 1)},
+    "order": {"kept_ids": torch.tensor([2, 9, 5])},
+    "beyond": {"kept_ids": torch.tensor([2, 259])},
+    "empty": {"kept_ids": torch.zeros(0, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_shapes_are_told(target: Path, fingerprint: str, tmp_path: Path, name: str) -> None:
+    folder = save_prompts(tmp_path / "prompts", fingerprint, **WRONG[name])
+    with pytest.raises(ModelError, match=r"does not hold what prompt tokens need .*: train them again with `f") as told:
+        load(target, prompts=folder)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("cut", r"prompts\.safetensors is truncated, corrupt or missing"),
+        ("no weights", r"prompts\.safetensors is truncated, corrupt or missing"),
+        ("no config", r"config\.json is missing or damaged"),
+        ("no folder", "there is no folder"),
+        ("other format", r"config\.json has format 99, this version reads 1"),
+    ],
+)
+def test_damage_is_told(target: Path, fingerprint: str, tmp_path: Path, damage: str, message: str) -> None:
+    folder = save_prompts(tmp_path / "prompts", fingerprint)
+    weights, config = folder / WEIGHTS, folder / "config.json"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:200])
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "no config":
+        config.unlink()
+    elif damage == "no folder":
+        folder = tmp_path / "missing"
+    else:
+        config.write_text(json.dumps({"format_version": 99, "fingerprint": fingerprint}))
+    with pytest.raises(ModelError, match=message) as told:
+        load(target, prompts=folder)
+    assert "\n" not in str(told.value)
+
+
+def test_the_drafter_needs_prompt_tokens(target: Path) -> None:
+    with pytest.raises(ConfigError, match="drafter 'prompts' needs prompt tokens, this model has none: train some"):
+        load(target).generate("Hello", drafter="prompts")
+
+
+def test_a_bench_without_them_is_refused_before_loading(target: Path, fingerprint: str, tmp_path: Path) -> None:
+    def bench(**engine: Any) -> None:
+        settings = BenchSettings(drafters=["prompts"], engine=EngineSettings(model=str(target), **engine))
+        run_bench(settings, open_llm=refuse)
+
+    class Loading(Exception): ...
+
+    def refuse(*_: object) -> Any:
+        raise Loading
+
+    for options in ({}, {"prompts": "none"}):
+        with pytest.raises(ConfigError, match="drafter 'prompts' needs prompt tokens, "):
+            bench(**options)
+    save_prompts(prompts_home(fingerprint), fingerprint)
+    with pytest.raises(Loading):
+        bench()
+    with pytest.raises(Loading):
+        bench(prompts=str(tmp_path))

@@ -9,25 +9,13 @@ import pytest
 import torch
 
 from foretell.drafters.prompt_tokens import PromptTokens
-from foretell.drafters.prompts import PromptsDrafter
 from foretell.engine.prompting import Prompting
 from foretell.hardware.prompt_policy import GuessRanks
 from foretell.params import SamplingParams
 from foretell.train.anchors import Anchors, read_texts, run_prompts
+from prompt_lab import Watcher
 
 NUM_PREFIX = 5
-
-
-class Watcher(PromptsDrafter):
-    """Keeps what it was told, and how long the text was then."""
-
-    def begin(self, prompt_ids: Any, hidden: Any = None) -> None:
-        super().begin(prompt_ids, hidden)
-        self.told: list[tuple[int, Any]] = []
-
-    def observe(self, outcome: Any) -> None:
-        super().observe(outcome)
-        self.told.append((self._num_tokens, outcome.guesses))
 
 
 def with_prefix(lab: Any) -> PromptTokens:

@@ -134,10 +134,10 @@ def prompts(
         typer.Option(help="Folder for the prompt tokens.", show_default="where foretell looks for it by itself"),
     ] = None,
     capacity: Annotated[
-        Literal["embeddings", "prefix", "sampler", "prefix+sampler"],
+        Literal["embeddings", "prefix", "sampler", "prefix+sampler", "lora", "lora+sampler"],
         typer.Option(
             help="embeddings: prompt tokens alone; prefix: and keys and values that they alone see; sampler: and a "
-            "small block between them and the guesses."
+            "small block between them and the guesses; lora: and low-rank additions to all layers."
         ),
     ] = "sampler",
     slots: Annotated[int, typer.Option(help="Prompt tokens behind a place.", min=1, max=8)] = 3,

@@ -26,6 +26,7 @@ from foretell.errors import ConfigError, ModelError
 from foretell.hardware.prompt_policy import GuessRanks
 from foretell.models.draft_files import shared_names
 from foretell.models.files import cache_home
+from foretell.models.llama import LayerAdapters
 from foretell.models.sampler import Sampler
 from foretell.models.weights import WeightReader
 
@@ -86,7 +87,7 @@ def write_prompts(
 
     Args:
         folder: gets `config.json`, `prompts.safetensors`, `README.md` and `provenance.json`.
-        tensors: `embeddings` [C, m, E], and the weights of a sampler and a prefix where there is one; bfloat16.
+        tensors: `embeddings` [C, m, E], and what a sampler, a prefix or adapters weigh; stored as bfloat16.
         kept_ids: int64 [K], the ids that the sampler guesses; left out where there is none.
         ranks: how good the guesses were on text that was held out.
         fingerprint: the target's, see `foretell.models.fingerprint`.
@@ -158,12 +159,18 @@ def read_prompts(folder: Path, target: Target) -> PromptTokens:
                 head = reader.get(head_name)[kept_ids]  # [K, E]
             sampler = Sampler(stored, embedding, head, kept_ids.numpy(), target.dtype, target.device)
         config, prefix = target.config, stored.get("prefix")
+        weights = {name: tensor.to(target.device, target.dtype) for name, tensor in stored.items() if "lora." in name}
         if prefix is not None:
             prefix = prefix.to(target.device, target.dtype)  # [L, 2 * G, P, D]
             shape = (config.num_layers, 2 * config.num_kv_heads, prefix.shape[2], config.head_dim)
             if prefix.shape != shape or prefix.shape[2] > MAX_PREFIX:
                 raise ValueError(f"prefix {tuple(prefix.shape)}")
-        return PromptTokens(embeddings, ranks, sampler, prefix)
+        adapters = {
+            layer: LayerAdapters.read(weights, f"lora.{layer}.")
+            for layer in range(config.num_layers)
+            if f"lora.{layer}.qkv.down" in weights
+        }
+        return PromptTokens(embeddings, ranks, sampler, prefix, adapters)
     except (IndexError, KeyError, RuntimeError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} does not hold what prompt tokens need ({error}): {REMEDY}") from None
 

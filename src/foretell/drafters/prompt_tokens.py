@@ -8,12 +8,16 @@ Source: parallel prompt decoding, arXiv:2405.18628 §3.1-3.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from foretell.errors import ConfigError
 from foretell.hardware.prompt_policy import GuessRanks
+from foretell.models.llama import LayerAdapters, Llama
 from foretell.models.sampler import Sampler
+from foretell.passes.runner import Runner
 from foretell.tree.pack import PromptIds
 
 
@@ -28,6 +32,26 @@ class PromptTokens:
     sampler: Sampler | None = None
     prefix: Tensor | None = None
     """[L, 2 * G, P, D]: keys and values that prompt tokens see before all others, in the target's dtype."""
+
+    adapters: Mapping[int, LayerAdapters] = field(default_factory=dict)
+    """By layer: low-rank additions for the rows of prompt tokens."""
+
+    def install(self, runner: Runner) -> None:
+        """Let a target's passes carry these prompt tokens.
+
+        Raises:
+            ConfigError: they have adapters, and the passes are compiled or the target has no place for them.
+        """
+        runner.prompt_embeddings = self.embeddings.flatten(0, 1)  # [C * m, E]
+        runner.prompt_prefix = self.prefix
+        runner.adapts_prompts = bool(self.adapters)
+        if self.adapters:
+            if runner.compiled is not None or not isinstance(runner.model, Llama):
+                raise ConfigError(
+                    "prompt tokens with low-rank adapters run in eager passes of llama-like models only: drop "
+                    "`compile`, give other prompt tokens, or use `prompts`='none'"
+                )
+            runner.model.adapt(self.adapters)
 
     @property
     def num_slots(self) -> int:
@@ -52,4 +76,6 @@ class PromptTokens:
     def num_bytes(self) -> int:
         """Bytes that they add to the target's."""
         prefix_bytes = 0 if self.prefix is None else self.prefix.nbytes
-        return self.embeddings.nbytes + prefix_bytes + (0 if self.sampler is None else self.sampler.num_bytes)
+        adapter_bytes = sum(adapters.num_bytes for adapters in self.adapters.values())
+        sampler_bytes = 0 if self.sampler is None else self.sampler.num_bytes
+        return self.embeddings.nbytes + prefix_bytes + adapter_bytes + sampler_bytes

@@ -56,8 +56,7 @@ class Engine:
         self.commit_policy, self._clock = commit, clock
         self.prompting = prompting
         if prompting is not None:
-            runner.prompt_embeddings = prompting.tokens.embeddings.flatten(0, 1)  # [C * m, E]
-            runner.prompt_prefix = prompting.tokens.prefix
+            prompting.tokens.install(runner)
         self.drafting = Drafting(runner, profile, calibration, prompting, clock)
 
     def start(self, request: Request, *, reuse: Region | None = None) -> DecodingSequence:

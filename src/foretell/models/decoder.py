@@ -35,6 +35,8 @@ class RowBatch:
     """[B, N, E]: input embeddings in place of those of `token_ids`."""
     features: Tensor | None = None
     """[B, N, E]: what a draft model reads beside `token_ids`, see `foretell.models.draft`."""
+    adapted: Tensor | None = None
+    """int64 [A]: rows, of the B * N, that go through the layers' adapters as well."""
 
     @property
     def num_rows(self) -> int:

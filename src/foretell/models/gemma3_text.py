@@ -56,9 +56,11 @@ class Gemma3(Llama):
         for layer, norms, layer_keys_values in zip(self.layers, self.output_norms, keys_values, strict=True):
             rope = local if layer.is_sliding else full
             normed = rms_norm(hidden, layer.attention_norm, eps)  # [B * N, E]
-            mixed = layer.output(self._attention(layer, normed, rope, batch, layer_keys_values))  # [B * N, E]
+            attended = self._attention(layer, normed, rope, batch, layer_keys_values)  # [B * N, H * D]
+            mixed = layer.map("output", attended, batch)  # [B * N, E]
             hidden = hidden + rms_norm(mixed, norms.attention, eps)
-            mapped = layer.down(self._gated(layer, rms_norm(hidden, layer.mlp_norm, eps)))  # [B * N, E]
+            gated = self._gated(layer, rms_norm(hidden, layer.mlp_norm, eps), batch)  # [B * N, F]
+            mapped = layer.map("down", gated, batch)  # [B * N, E]
             hidden = hidden + rms_norm(mapped, norms.mlp, eps)
         return rms_norm(hidden, self.norm, eps)
 

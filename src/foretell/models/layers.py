@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,6 +81,18 @@ class PackedLinear:
         weight = self.packed if self.weight is None else self.weight
         assert weight is not None
         return weight.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A low-rank addition to a linear layer (LoRA, arXiv:2106.09685), for some rows only."""
+
+    down: Tensor  # [R, in]
+    up: Tensor  # [out, R]
+
+    def add(self, mapped: Tensor, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Add to chosen rows of what the layer mapped, [M, out], from its inputs [M, in]; others keep their bits."""
+        return mapped.index_add_(0, chosen, F.linear(F.linear(rows[chosen], self.down), self.up))
 
 
 def num_weight_bytes(layer: DataclassInstance) -> int:

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
 
 from foretell.models.config import SLIDING, ModelConfig
 from foretell.models.decoder import RowBatch, attend_layer, write_rows
-from foretell.models.layers import ACTIVATIONS, PackedLinear, RopeAngles, num_weight_bytes, rms_norm, rotate
+from foretell.models.layers import ACTIVATIONS, LowRank, PackedLinear, RopeAngles, num_weight_bytes, rms_norm, rotate
 from foretell.models.weights import WeightReader
+
+LinearName = Literal["qkv", "output", "gate_up", "down"]
+LINEARS: Final[tuple[LinearName, ...]] = ("qkv", "output", "gate_up", "down")
+"""The linear layers of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """Low-rank additions to one layer's linear layers, for the rows that a batch names."""
+
+    qkv: LowRank
+    output: LowRank
+    gate_up: LowRank
+    down: LowRank
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], prefix: str) -> LayerAdapters:
+        """Return the adapters whose tensors are named `{prefix}{linear}.down` and `.up`."""
+        return cls(*(LowRank(tensors[f"{prefix}{name}.down"], tensors[f"{prefix}{name}.up"]) for name in LINEARS))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        adapters = (self.qkv, self.output, self.gate_up, self.down)
+        return sum(adapter.down.nbytes + adapter.up.nbytes for adapter in adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +53,16 @@ class LlamaLayer:
     gate_up: PackedLinear  # [E] -> [2 * F]
     down: PackedLinear  # [F] -> [E]
     is_sliding: bool
+    adapters: LayerAdapters | None = None
+
+    def map(self, name: LinearName, rows: Tensor, batch: RowBatch, residual: Tensor | None = None) -> Tensor:
+        """Return what one of the linear layers makes of rows [M, in], its adapter included: [M, out]."""
+        linear: PackedLinear = getattr(self, name)
+        mapped = linear(rows, residual)  # [M, out]
+        if self.adapters is None or batch.adapted is None:
+            return mapped
+        adapter: LowRank = getattr(self.adapters, name)
+        return adapter.add(mapped, rows, batch.adapted)
 
 
 class Llama:
@@ -68,9 +103,15 @@ class Llama:
         rope = self._rope(batch.positions, batch.last_position)  # [B * N, 2, D]
         for layer, layer_keys_values in zip(self.layers, keys_values, strict=True):
             normed = rms_norm(hidden, layer.attention_norm, eps)  # [B * N, E]
-            hidden = layer.output(self._attention(layer, normed, rope, batch, layer_keys_values), hidden)  # [B * N, E]
-            hidden = layer.down(self._gated(layer, rms_norm(hidden, layer.mlp_norm, eps)), hidden)  # [B * N, E]
+            mixed = self._attention(layer, normed, rope, batch, layer_keys_values)  # [B * N, H * D]
+            hidden = layer.map("output", mixed, batch, hidden)  # [B * N, E]
+            gated = self._gated(layer, rms_norm(hidden, layer.mlp_norm, eps), batch)  # [B * N, F]
+            hidden = layer.map("down", gated, batch, hidden)  # [B * N, E]
         return rms_norm(hidden, self.norm, eps)
+
+    def adapt(self, adapters: Mapping[int, LayerAdapters]) -> None:
+        """Give layers, by their numbers, adapters for the rows that batches name."""
+        self.layers = [replace(layer, adapters=adapters.get(index)) for index, layer in enumerate(self.layers)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [M, V] of final hidden states [M, E]."""
@@ -101,7 +142,7 @@ class Llama:
         """Return the mixed values [B * N, H * D], before the output projection."""
         config = self.config
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
-        heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)  # [B * N, H + 2 * G, D]
+        heads = layer.map("qkv", hidden, batch).view(hidden.shape[0], -1, config.head_dim)  # [B * N, H + 2 * G, D]
         rotated = heads[:, :num_rotated]  # [B * N, H + G, D]
         if layer.query_norm is not None and layer.key_norm is not None:
             queries = rms_norm(rotated[:, :num_heads], layer.query_norm, config.norm_eps)
@@ -112,9 +153,9 @@ class Llama:
         queries = rotated[:, :num_heads]  # [B * N, H, D]
         return attend_layer(queries, keys_values, batch, is_sliding=layer.is_sliding, scale=config.attention_scale)
 
-    def _gated(self, layer: LlamaLayer, hidden: Tensor) -> Tensor:
+    def _gated(self, layer: LlamaLayer, hidden: Tensor, batch: RowBatch) -> Tensor:
         """Return the gated values [B * N, F], before the down projection."""
-        gate, up = layer.gate_up(hidden).chunk(2, -1)  # [B * N, F] each
+        gate, up = layer.map("gate_up", hidden, batch).chunk(2, -1)  # [B * N, F] each
         return self._activation(gate).mul_(up)
 
     def _read(self, reader: WeightReader, name: str) -> Tensor:

@@ -81,6 +81,8 @@ class Runner:
         """[P, E]: what stands in rows whose ids lie beyond the vocabulary, in the order of those ids."""
         self.prompt_prefix: Tensor | None = None
         """[L, 2 * G, P, D]: keys and values that such rows see and no others."""
+        self.adapts_prompts = False
+        """Whether such rows go through the model's adapters."""
         self._packer = RowPacker(
             config, model.dtype, model.device, skips_blocks=compiled is None, slot_grain=slot_grain
         )
@@ -151,7 +153,8 @@ class Runner:
         known = replace(batch, token_ids=batch.token_ids.masked_fill(is_prompt, 0))
         embeddings = self.model.embed(known).view(*batch.token_ids.shape, -1)  # [B, N, E]
         embeddings[is_prompt] = self.prompt_embeddings[batch.token_ids[is_prompt] - vocab_size]
-        return replace(known, embeddings=embeddings)
+        adapted = is_prompt.view(-1).nonzero()[:, 0] if self.adapts_prompts else None  # [A]
+        return replace(known, embeddings=embeddings, adapted=adapted)
 
     def _forward(self, batch: RowBatch, regions: Tensor) -> Tensor:
         visible = regions[:, :, :, : batch.bias.shape[-1]]  # [L, B, 2 * G, S, D]

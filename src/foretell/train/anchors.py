@@ -68,7 +68,13 @@ def read_texts(model: Model, token_ids: Tensor) -> list[Tensor]:
 
 
 def run_prompts(
-    model: Model, text: Sequence[Tensor], anchors: Anchors, embeddings: Tensor, prefix: Tensor | None = None
+    model: Model,
+    text: Sequence[Tensor],
+    anchors: Anchors,
+    embeddings: Tensor,
+    prefix: Tensor | None = None,
+    *,
+    is_adapted: bool = False,
 ) -> Tensor:
     """Return the final states of prompt rows, averaged over the chains, [B, A, m, E]; gradients reach the parameters.
 
@@ -78,6 +84,7 @@ def run_prompts(
         anchors: where the prompt tokens stand.
         embeddings: [C, m, E].
         prefix: keys and values that prompt rows see before all others, [L, 2 * G, P, D].
+        is_adapted: send the rows through the model's adapters.
     """
     num_chains, num_slots, width = embeddings.shape
     num_texts, num_anchors = anchors.places.shape
@@ -106,7 +113,8 @@ def run_prompts(
         if prefix is not None:
             slots[:, :, length + num_rows :] = prefix[layer].to(model.dtype)
         keys_values.append(slots)
-    hidden = model.forward(replace(batch, embeddings=rows), keys_values)  # [B * N, E]
+    adapted = torch.arange(num_texts * num_rows) if is_adapted else None  # [B * N]
+    hidden = model.forward(replace(batch, embeddings=rows, adapted=adapted), keys_values)  # [B * N, E]
     return hidden.view(num_texts, num_anchors, num_chains, num_slots, width).mean(2)  # [B, A, m, E]
 
 

@@ -18,6 +18,7 @@ from foretell.errors import ConfigError, InputError
 from foretell.hardware.prompt_policy import GuessRanks
 from foretell.models.config import ModelConfig
 from foretell.models.decoder import Model
+from foretell.models.llama import LayerAdapters, Llama
 from foretell.models.sampler import sampler_inputs
 from foretell.train.anchors import Anchors, choose_anchors, read_texts, run_prompts, take_along
 from foretell.train.checkpoint import load_checkpoint, save_checkpoint
@@ -27,9 +28,9 @@ from foretell.train.examples import Batch, Examples
 from foretell.train.schedule import learning_rate_factor
 from foretell.train.text import CHAT, RAW
 
-Capacity = Literal["embeddings", "prefix", "sampler", "prefix+sampler"]
-"""What is trained besides the prompt tokens: keys and values that they alone see, a residual block between their states
-and the guesses, or both."""
+Capacity = Literal["embeddings", "prefix", "sampler", "prefix+sampler", "lora", "lora+sampler"]
+"""What is trained besides the prompt tokens: keys and values that they alone see, low-rank additions to the target's
+layers for their rows, a residual block between their states and the guesses, or several of these."""
 
 RANKS: Final = 10
 """Guesses of a slot that are told apart."""
@@ -49,6 +50,9 @@ class PromptRecipe:
     """Chains behind a place, of which the states are averaged: the paper's ensembles."""
     num_prefix: int = 16
     """Slots of a prefix, of which keys are not rotated."""
+    lora_rank: int = 16
+    lora_layers: int = 0
+    """Layers with low-rank additions, the last ones; 0 means all."""
     num_kept: int = 5120
     """Most ids that a sampler guesses; its share of the head is read for every guess."""
     num_epochs: float = 1.5
@@ -66,6 +70,11 @@ class PromptRecipe:
     def has_prefix(self) -> bool:
         """Whether keys and values are trained that prompt tokens alone see."""
         return "prefix" in self.capacity
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether low-rank additions to the target's layers are trained, for the rows of prompt tokens."""
+        return "lora" in self.capacity
 
     @property
     def has_sampler(self) -> bool:
@@ -133,6 +142,15 @@ class PromptModule(nn.Module):
         if recipe.has_prefix:
             shape = (config.num_layers, 2 * config.num_kv_heads, recipe.num_prefix, config.head_dim)
             self.prefix = nn.Parameter(0.1 * torch.randn(shape))  # [L, 2 * G, P, D]
+        self.lora = nn.ParameterDict()
+        if recipe.has_lora:
+            first = 0 if recipe.lora_layers == 0 else max(0, config.num_layers - recipe.lora_layers)
+            for layer in range(first, config.num_layers):
+                for name, (num_out, num_in) in _linear_shapes(config).items():
+                    self.lora[f"{layer}:{name}:down"] = nn.Parameter(
+                        torch.randn(recipe.lora_rank, num_in) * num_in**-0.5
+                    )
+                    self.lora[f"{layer}:{name}:up"] = nn.Parameter(torch.zeros(num_out, recipe.lora_rank))
         if recipe.has_sampler:
             self.mix, self.out = nn.Linear(2 * width, width), nn.Linear(width, width, bias=False)
             nn.init.zeros_(self.out.weight)
@@ -146,11 +164,18 @@ class PromptModule(nn.Module):
             refined: Tensor = self.out(F.silu(self.mix(inputs)))  # [..., E]
             return states + refined.to(states.dtype)
 
+    def adapters(self, dtype: torch.dtype) -> dict[int, LayerAdapters]:
+        """Return the layers' low-rank additions, through which gradients pass."""
+        tensors = {f"lora.{name.replace(':', '.')}": each.to(dtype) for name, each in self.lora.items()}
+        layers = {int(name.split(":")[0]) for name in self.lora}
+        return {layer: LayerAdapters.read(tensors, f"lora.{layer}.") for layer in layers}
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by the names that `Sampler` reads."""
         tensors = {"embeddings": self.embeddings.detach()}
         if self.prefix is not None:
             tensors["prefix"] = self.prefix.detach()
+        tensors |= {f"lora.{name.replace(':', '.')}": each.detach() for name, each in self.lora.items()}
         if self.mix is not None and self.out is not None:
             tensors["sampler.mix.weight"], tensors["sampler.mix.bias"] = (
                 self.mix.weight.detach(),
@@ -248,6 +273,17 @@ def train_prompts(
     return TrainedPrompts(state.module.tensors(), state.kept_ids, GuessRanks(chat + raw), scores)
 
 
+def _linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return [out, in] of a layer's linear layers."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return {
+        "qkv": (heads, config.hidden_size),
+        "output": (config.hidden_size, config.num_heads * config.head_dim),
+        "gate_up": (2 * config.intermediate_size, config.hidden_size),
+        "down": (config.hidden_size, config.intermediate_size),
+    }
+
+
 def _take_step(
     state: _State,
     batch: Batch,
@@ -279,7 +315,12 @@ def _guess(
 ) -> Tensor:
     """Return the states that the head reads, [B, A, m, E]."""
     text = read_texts(model, batch.token_ids)
-    states = run_prompts(plain, text, anchors, module.embeddings, module.prefix)  # [B, A, m, E]
+    if module.lora:
+        assert isinstance(plain, Llama)
+        plain.adapt(module.adapters(plain.dtype))
+    states = run_prompts(
+        plain, text, anchors, module.embeddings, module.prefix, is_adapted=bool(module.lora)
+    )  # [B, A, m, E]
     before = take_along(batch.token_ids, anchors.after(states.shape[2], 1))  # [B, A, m]
     return module.guess(states, target.embedding[before])
 

@@ -19,6 +19,7 @@ from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import DRAFTERS
 from foretell.drafters.drafter import NoDrafter
 from foretell.drafters.next_ids import KnownNextIds, NextIdsStore
+from foretell.engine.engine import Engine
 from foretell.engine.next_ids import build_next_ids
 from foretell.errors import CapacityError, ConfigError, InputError, ModelError, NumericsError
 from foretell.hardware.profile import LatencyProfile
@@ -732,6 +733,7 @@ def test_settings(folder: Path) -> None:
         "context_tokens": 100,
         "commit": "copy",
         "draft": "none",
+        "prompts": "none",
         "next_ids": "none",
         "profile": "quick measurement",
     }
@@ -828,12 +830,14 @@ def test_a_table_of_next_ids_changes_no_output(llm: LLM, drafter: str, temperatu
     sampling = SamplingParams(max_new_tokens=30, temperature=temperature, seed=3 if temperature > 0 else None)
     expected = llm.generate(TEXT, sampling, drafter="none")[0].token_ids
     table = build_next_ids(llm.engine.runner, prefixes=[llm.tokenizer.encode(TEXT)])
+    before = llm.engine  # what other tests have taught it must not decide whether drafts are bought here
     try:
+        llm.engine = Engine(before.runner, before.profile, Calibration(), before.commit_policy)
         (without,) = llm.generate(TEXT, sampling, drafter=drafter)
         llm.next_ids = KnownNextIds(table=(table + shift) % 259, origin="cached", path=Path())
         (with_table,) = llm.generate(TEXT, sampling, drafter=drafter)
     finally:
-        llm.next_ids = None
+        llm.next_ids, llm.engine = None, before
     assert expected == without.token_ids == with_table.token_ids
     assert with_table.stats.drafter_memory_bytes - without.stats.drafter_memory_bytes >= table.nbytes - 5000
     assert with_table.stats.drafted["recycle"] > 0

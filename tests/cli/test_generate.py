@@ -137,6 +137,7 @@ def test_interrupting_ends_the_line_with_code_130(home: Path, tiny_model: Path, 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=cli_environment(home),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell has it ignored
     ) as process:
         assert process.stdout is not None
         process.stdout.read(1 if command[0] == "generate" else len("x\n\n") + 1)  # the answer has begun

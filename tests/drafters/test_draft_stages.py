@@ -120,15 +120,20 @@ def test_as_many_nodes_are_staged_as_save_more_than_their_rows() -> None:
     sure = TokenTree.chain([7, 1, 2, 3, 4, 5], [0.0, -0.1, -0.2, -0.3, -0.4, -0.5], "toy")
     vague = TokenTree.chain([7, 1, 2, 3, 4, 5], [0.0, -1.0, -2.5, -4.0, -5.0, -6.0], "toy")
     payoff = StagePayoff()
+    for _ in range(300):
+        payoff.record(TokenTree.root(7), 0, num_more=5)
     assert len(payoff.choose(sure, 0.0, 1, stepped)) == 6
     assert len(payoff.choose(vague, 0.0, 1, stepped)) == 4  # the other two would need a larger pass
     assert len(payoff.choose(vague, 0.0, 4, stepped)) == 1
     for _ in range(200):
-        payoff.record(sure, 0)
+        payoff.record(sure, 0, 5)
     assert len(payoff.choose(sure, 0.0, 4, stepped)) == 1
     for _ in range(200):
-        payoff.record(sure, 5)
+        payoff.record(sure, 5, 0)
     assert len(payoff.choose(sure, 0.0, 4, stepped)) == 6
+    for _ in range(300):
+        payoff.record(TokenTree.root(7), 0, num_more=0)
+    assert len(payoff.choose(sure, 0.0, 1, stepped)) == 4, "passes that nobody would read are not saved"
 
 
 def test_a_stage_that_saves_less_than_its_making_is_made_rarely() -> None:
@@ -140,14 +145,14 @@ def test_a_stage_that_saves_less_than_its_making_is_made_rarely() -> None:
         for _ in range(100):
             trials.append(payoff.is_due())
             if trials[-1]:
-                payoff.record(payoff.choose(tree, 0.3, 1, stepped), num_met)
+                payoff.record(payoff.choose(tree, 0.3, 1, stepped), num_met, 1 - num_met)
         return trials
 
     trials = made(num_met=0)
     assert trials[0]
     assert 4 <= sum(trials[40:]) < 20
     for _ in range(200):
-        payoff.record(tree, 1)
+        payoff.record(tree, 1, 0)
     assert all(made(num_met=1)[50:])
 
 

@@ -83,8 +83,10 @@ class DraftModelDrafter:
         asking, before = expansion.learned.asking, expansion.promise()
         if beside is not None and not asking.is_due(before.num_tokens):
             return beside
-        self._read_tip(expansion, proposal, num_levels - 1, beside)
-        self._read_on(expansion, proposal)
+        staged = self._read_tip(expansion, proposal, num_levels - 1, beside)
+        num_more = self._read_on(expansion, proposal)
+        if self._helpers:
+            expansion.learned.stages[self.name].record(staged, expansion.num_confirmed, num_more)
         self._reader.rewind()
         if beside is not None:
             asking.record(before.num_tokens, expansion.promise().tokens_per_s / before.tokens_per_s)
@@ -153,8 +155,8 @@ class DraftModelDrafter:
 
     def _read_tip(
         self, expansion: Expansion, proposal: Proposal, max_read_depth: int, beside: TokenTree | None
-    ) -> None:
-        """Read the tip, and in the same pass a second stage's tree where that is expected to pay."""
+    ) -> TokenTree:
+        """Read the tip, and in the same pass as much of a second stage's tree as is expected to pay; returns that."""
         engine, reader = self._engine, self._reader
         num_rows = reader.num_unread(len(proposal.ahead))
         max_staged = min(self._shape.max_staged, self._shape.max_staged_rows - num_rows)
@@ -166,16 +168,15 @@ class DraftModelDrafter:
             staged = payoff.choose(made, engine.clock() - making_began_s, num_rows, engine.pass_s)
         began_s = engine.clock()
         logits = reader.read_tip(proposal.ahead, staged)  # [1 + I, K]
-        num_confirmed = expansion.take_staged(staged, self._rank(logits, proposal, staged.depths()))
+        expansion.take_staged(staged, self._rank(logits, proposal, staged.depths()))
         engine.record(num_rows + len(staged) - 1, engine.clock() - began_s)
-        reader.work.num_confirmed += num_confirmed
+        reader.work.num_confirmed += expansion.num_confirmed
         reader.work.num_staged_passes += len(staged) > 1
-        if len(staged) > 1:
-            payoff.record(staged, num_confirmed)
+        return staged
 
-    def _read_on(self, expansion: Expansion, proposal: Proposal) -> None:
-        """Read nodes until another pass does not pay."""
-        engine = self._engine
+    def _read_on(self, expansion: Expansion, proposal: Proposal) -> int:
+        """Read nodes until another pass does not pay; returns how many passes did."""
+        engine, num_passes = self._engine, 0
         began_s = engine.clock()
         while nodes := expansion.next_nodes():
             depths = [expansion.depths[node] for node in nodes]
@@ -184,7 +185,8 @@ class DraftModelDrafter:
             expansion.take(nodes, self._rank(logits, proposal, depths))
             now_s = engine.clock()
             engine.record(len(nodes), now_s - began_s)
-            began_s = now_s
+            began_s, num_passes = now_s, num_passes + 1
+        return num_passes
 
     def _rank(self, logits: Tensor, proposal: Proposal, depths: Sequence[int]) -> list[Choices]:
         """Return what may follow nodes of these depths, best first; when sampling, with the target's noise."""

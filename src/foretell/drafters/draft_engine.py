@@ -24,6 +24,9 @@ _WIDTHS: Final = (1, 2, 4, 8)
 _RETRY_STAGE: Final = 8
 """Steps without a second stage before one is made again."""
 
+_DEEPER: Final = 0.3
+"""What a node brings that no pass would have read, in passes: less than 1, or one would have."""
+
 _RETRY_AFTER: Final = 16
 """Steps without the draft model before it is asked again."""
 
@@ -126,13 +129,15 @@ class PassTimes:
 class StagePayoff:
     """Which nodes of a second stage's tree are worth their rows, and whether making such trees is worth its time.
 
-    A node that the draft's own walk meets saves a pass. How many will be met is what the tree's estimates say, times
-    how far earlier ones held; both are decayed means. A step that makes no tree is followed by a trial after
+    A node that the draft's own walk meets saves a pass, as long as passes would be read: steps that met none tell how
+    many that are. Nodes beyond only make a tree deeper. How many will be met is what the tree's estimates say, times
+    how far earlier ones held. All are decayed means. A step that makes no tree is followed by a trial after
     `_RETRY_STAGE` more.
     """
 
     def __init__(self) -> None:
         self._num_met, self._num_expected = Mean(0.5, decay=0.98), Mean(0.5, decay=0.98)
+        self._num_wanted = Mean(0.5, decay=0.98)
         self._gain_s, self._making_s = Mean(1e-3, decay=0.9), Mean(0.0, decay=0.9)
         self._num_waited = 0
 
@@ -158,17 +163,27 @@ class StagePayoff:
         num_met, best_s, best_size = 0.0, 0.0, 1
         for size, log_accept in enumerate(tree.log_accept[1:], start=1):
             num_met += held * math.exp(log_accept)
-            gain_s = num_met * saved_s - (pass_s(num_rows + size) - plain_s)
+            num_saved = min(num_met, self._num_wanted.value) + _DEEPER * max(0.0, num_met - self._num_wanted.value)
+            gain_s = num_saved * saved_s - (pass_s(num_rows + size) - plain_s)
             if gain_s >= best_s:  # of equals the larger: where nothing is known of times, all are read
                 best_s, best_size = gain_s, size + 1
         self._gain_s.add(best_s)
         self._making_s.add(making_s)
         return prune(tree, best_size)
 
-    def record(self, tree: TokenTree, num_met: int) -> None:
-        """Take in how many nodes of a tree that was read the draft's own walk met."""
-        self._num_met.add(num_met)
-        self._num_expected.add(sum(map(math.exp, tree.log_accept[1:])))
+    def record(self, tree: TokenTree, num_met: int, num_more: int) -> None:
+        """Take in a step.
+
+        Args:
+            tree: what was staged; the root alone where nothing was.
+            num_met: its nodes that the draft's own walk met.
+            num_more: passes that were read after it.
+        """
+        if len(tree) > 1:
+            self._num_met.add(num_met)
+            self._num_expected.add(sum(map(math.exp, tree.log_accept[1:])))
+        if num_met == 0:
+            self._num_wanted.add(num_more)
 
 
 class AskingPayoff:

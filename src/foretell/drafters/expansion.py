@@ -55,7 +55,7 @@ class Expansion:
     """One proposal's tree while it grows; a node is read once its row has been in a pass, so that it has children.
 
     Slots are counted from the first one after the tip: each read node has one, and `seen` has a bit for each slot that
-    a node's row sees, its own included.
+    a node's row sees, its own included. `num_confirmed` staged nodes were the draft's own best walk from the tip.
 
     Args:
         proposal: limits, prices, and the root.
@@ -86,7 +86,7 @@ class Expansion:
         self._pass_s = proposal.pass_s[: proposal.max_nodes + 1]
         self.tree, self._beside = TokenTree.root(proposal.tip), beside
         self.depths, self.seen = [0], {0: 0}
-        self.num_slots = 0
+        self.num_slots = self.num_confirmed = 0
         self._unread: list[int] = []
         self._children: dict[int, range] = {}  # of nodes that were read, the best first
         self._news: list[int] = []  # nodes read since the last estimates
@@ -167,31 +167,27 @@ class Expansion:
         self._add_all(nodes, choices)
         self._estimate()
 
-    def take_staged(self, staged: TokenTree, choices: Sequence[Choices]) -> int:
+    def take_staged(self, staged: TokenTree, choices: Sequence[Choices]) -> None:
         """Do the same for the tip, and for every staged node that is itself among the children added so.
 
         Args:
             staged: the second stage's tree below the tip, all of it read.
             choices: after each of its nodes.
-
-        Returns:
-            How many of its nodes are the draft's own best walk from the tip.
         """
         self.num_slots, seen = len(staged) - 1, ancestor_bits(staged.parents)
         self._add_all([0], choices[:1])
-        places, walk, num_confirmed = {0: 0}, 0, 0
+        places, walk = {0: 0}, 0
         for node in range(1, len(staged)):
             parent = places.get(staged.parents[node])
             place = None if parent is None else self._child(parent, staged.token_ids[node])
             if parent is None or place is None:
                 continue
             if parent == walk and place == self._best_child(parent):
-                walk, num_confirmed = place, num_confirmed + 1
+                walk, self.num_confirmed = place, self.num_confirmed + 1
                 self.tree.sources[place] = f"{DRAFT}<{staged.sources[node]}"
             places[node], self.seen[place] = place, seen[node] >> 1  # the tip has no slot here
             self._add_all([place], choices[node : node + 1])
         self._estimate()
-        return num_confirmed
 
     def result(self) -> TokenTree:
         """Return the best nodes of all, with the estimates that they came with."""

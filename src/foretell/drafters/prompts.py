@@ -23,6 +23,9 @@ _LEAST_READ: Final = 0.15
 _SIBLINGS: Final = 4
 """Tokens that a call of the sampler asks for at once: those that may be asked next."""
 
+_ANY: Final = -1
+"""In place of the token before a guess, where the guess does not depend on it."""
+
 _State = tuple[int, int, tuple[int, ...]]
 """Slot of the next guess, the token before it, and that token's likeliest siblings."""
 
@@ -70,8 +73,10 @@ class PromptsDrafter(TableDrafter):
             slot, token_id, siblings = state
             if slot == step.num_slots:
                 return ()
+            if not step.has_sampler:
+                token_id, siblings = _ANY, (_ANY,)
             if (slot, token_id) not in known:
-                if slot and step.is_sampled and path_probability < _LEAST_READ:
+                if slot and step.has_sampler and path_probability < _LEAST_READ:
                     return ()
                 scores = step.scores(slot, siblings)  # [S, K]
                 ranked = self._rank(scores, proposal, slot)
@@ -110,7 +115,7 @@ class GuessStep:
     def __init__(self, tokens: PromptTokens, guesses: Guesses, vocab_size: int) -> None:
         self._sampler, self._guesses, self._vocab_size = tokens.sampler, guesses, vocab_size
         self.num_slots = guesses.hidden.shape[1]
-        self.is_sampled = tokens.sampler is not None
+        self.has_sampler = tokens.sampler is not None
         self._states = guesses.hidden.mean(0)  # [m, E]
 
     def scores(self, slot: int, before: Sequence[int]) -> Tensor:

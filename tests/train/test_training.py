@@ -21,6 +21,8 @@ from foretell.train import text as text_module
 from foretell.train.draft import Recipe, TargetTensors, train_draft
 from foretell.train.examples import Examples, add_hidden
 from foretell.train.produce import check_place, produce_draft, produce_ngram, text_home
+from foretell.train.produce_prompts import produce_prompts
+from foretell.train.prompts import PromptRecipe
 from foretell.train.text import (
     CHAT,
     RAW,
@@ -250,6 +252,26 @@ def test_a_table_for_the_draft(llm: LLM, draft: Path) -> None:
     (drafted,) = with_draft.generate("Hello", SamplingParams(max_new_tokens=30, ignore_eos=True), drafter="staged")
     (plain,) = llm.generate("Hello", SamplingParams(max_new_tokens=30, ignore_eos=True), drafter="none")
     assert drafted.token_ids == plain.token_ids
+
+
+def test_prompt_tokens_of_the_draft(llm: LLM, draft: Path) -> None:
+    recipe = PromptRecipe(num_slots=1, num_epochs=0.2, num_anchors=8)
+    produce_prompts(llm, draft / "prompts", recipe, 6000, draft=draft)
+    with_draft = LLM(llm.folder, dtype="float32", threads=1, draft=draft)
+    assert with_draft.draft is not None
+    assert with_draft.draft.engine.prompts is not None
+    sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    (drafted,) = with_draft.generate("Hello", sampling, drafter="staged+prompts")
+    (plain,) = llm.generate("Hello", sampling, drafter="none")
+    assert drafted.token_ids == plain.token_ids
+    with pytest.raises(ConfigError, match="runs a draft model"):
+        llm.generate("Hello", sampling, drafter="staged+prompts")
+    (draft / "prompts" / "prompts.safetensors").write_bytes(b"x")
+    notes: list[str] = []
+    again = LLM(llm.folder, dtype="float32", threads=1, draft=draft, notify=notes.append)
+    assert again.draft is not None
+    assert again.draft.engine.prompts is None
+    assert any("prompts.safetensors is truncated" in note for note in notes)
 
 
 def test_another_target_refuses_the_draft(draft: Path, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ class DecodingOptions(SamplingOptions):
         str,
         typer.Option(
             help="Who proposes: none, lookup, suffix, ngram, recycle, or all; with a draft model also draft, "
-            "draft-chain, staged, staged-chain, prompts, or staged+prompts.",
+            "draft-chain, staged, staged-chain, prompts, prompts+staged, or staged+prompts.",
             rich_help_panel=MODEL,
         ),
     ] = "all"

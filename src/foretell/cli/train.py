@@ -140,7 +140,16 @@ def prompts(
             "small block between them and the guesses; lora: and low-rank additions to all layers."
         ),
     ] = "sampler",
-    slots: Annotated[int, typer.Option(help="Prompt tokens behind a place.", min=1, max=8)] = 3,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train them for this draft model of the target, in its folder.", show_default="for the target"
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens behind a place.", show_default="3; 1 for a draft", min=1, max=8),
+    ] = None,
     ensemble: Annotated[int, typer.Option(help="Chains of prompt tokens, averaged.", min=1, max=16)] = 1,
     tokens: TokensOption = 1_000_000,
     epochs: Annotated[float, typer.Option(help="Times that the text is read.")] = 1.5,
@@ -166,16 +175,27 @@ def prompts(
     """
     from foretell.cli.documents import print_document
     from foretell.cli.terminal import counted_stages
+    from foretell.drafters.draft_store import OWN_PROMPTS
     from foretell.drafters.prompt_store import prompts_home
     from foretell.train.produce_prompts import produce_prompts
     from foretell.train.prompts import PromptRecipe
 
-    recipe = PromptRecipe(capacity=capacity, num_slots=slots, num_chains=ensemble, num_epochs=epochs, seed=seed)
+    num_slots = slots if slots is not None else 3 if draft is None else 1
+    recipe = PromptRecipe(capacity=capacity, num_slots=num_slots, num_chains=ensemble, num_epochs=epochs, seed=seed)
     llm = _load(target, threads)
-    folder = out or prompts_home(llm.fingerprint)
+    folder = out or (prompts_home(llm.fingerprint) if draft is None else draft / OWN_PROMPTS)
     with counted_stages("writing text (tokens)", "training (steps)") as (written, steps):
-        told = _PromptLines(steps)
-        result = produce_prompts(llm, folder, recipe, tokens, prompts=prompts, text=text, written=written, trained=told)
+        result = produce_prompts(
+            llm,
+            folder,
+            recipe,
+            tokens,
+            prompts=prompts,
+            text=text,
+            draft=draft,
+            written=written,
+            trained=_PromptLines(steps),
+        )
     if as_json:
         print_document({"folder": str(folder), "scores": result.scores})
     else:

@@ -19,7 +19,10 @@ TableFactory = Callable[[frozenset[int]], Drafter]
 """Makes a drafter over something trained, given the tokens below which nothing is drafted."""
 
 STAGED_PROMPTS: Final = "staged+prompts"
-"""The one that needs a draft model and prompt tokens."""
+"""The one that needs a draft model with prompt tokens of its own."""
+
+PROMPTS_STAGED: Final = "prompts+staged"
+"""The one that needs a draft model, and prompt tokens of the target."""
 
 _DRAFT_OFF: Final = "which `draft`='none' (`--draft none`) switched off: drop that, or"
 
@@ -46,7 +49,7 @@ def check_drafter_name(name: str) -> None:
     Raises:
         ConfigError: there is no such drafter.
     """
-    known = tuple(DRAFTERS | MODEL_DRAFTERS | PROMPT_DRAFTERS)
+    known = tuple(DRAFTERS | MODEL_DRAFTERS | PROMPT_DRAFTERS | OWN_PROMPT_DRAFTERS)
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
@@ -109,13 +112,18 @@ def make_drafter(
             not draw.
     """
     check_drafter_name(name)
-    if draft is None and (name in MODEL_DRAFTERS or name == STAGED_PROMPTS):
+    if draft is None and (name in MODEL_DRAFTERS or name in (STAGED_PROMPTS, PROMPTS_STAGED)):
         raise missing_draft(name, is_off="draft" in off)
+    if name in OWN_PROMPT_DRAFTERS and (draft is None or draft.prompts is None):
+        raise ConfigError(
+            f"drafter {name!r} needs a draft model with prompt tokens of its own, this one has none: "
+            "train some (`foretell train prompts --draft DIR`)"
+        )
     if name in PROMPT_DRAFTERS and prompts is None:
         raise missing_prompts(name, is_off="prompts" in off)
     if not isinstance(corpus, Corpus):
         corpus = Corpus(corpus)
-    build = DRAFTERS.get(name) or MODEL_DRAFTERS.get(name) or PROMPT_DRAFTERS[name]
+    build = (DRAFTERS | MODEL_DRAFTERS | PROMPT_DRAFTERS | OWN_PROMPT_DRAFTERS)[name]
     drafter = build(
         Material(
             eos_ids=eos_ids,
@@ -201,7 +209,11 @@ def _fixed_prompts(name: str) -> Callable[[Material], Drafter]:
 
 
 def _staged_prompts(material: Material) -> Drafter:
-    return _draft_model(material, STAGED_PROMPTS, inner=_second_stage(material), beside=_prompts(material))
+    return _draft_model(material, STAGED_PROMPTS, inner=_second_stage(material), has_prompts=True)
+
+
+def _prompts_staged(material: Material) -> Drafter:
+    return _draft_model(material, PROMPTS_STAGED, inner=_second_stage(material), beside=_prompts(material))
 
 
 def _second_stage(material: Material) -> Drafter:
@@ -219,13 +231,22 @@ def _draft_model(
     is_chain: bool = False,
     inner: Drafter | None = None,
     beside: Drafter | None = None,
+    has_prompts: bool = False,
 ) -> Drafter:
     from foretell.drafters.draft import DraftModelDrafter
     from foretell.drafters.expansion import TreeShape
 
     assert material.draft is not None
     shape = TreeShape(max_children=1, max_width=1) if is_chain else TreeShape()
-    return DraftModelDrafter(material.draft, name, eos_ids=material.eos_ids, shape=shape, inner=inner, beside=beside)
+    return DraftModelDrafter(
+        material.draft,
+        name,
+        eos_ids=material.eos_ids,
+        shape=shape,
+        inner=inner,
+        beside=beside,
+        has_prompts=has_prompts,
+    )
 
 
 DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
@@ -252,6 +273,9 @@ PROMPT_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
     "prompts-published": _fixed_prompts("prompts-published"),
     "prompts-equal": _fixed_prompts("prompts-equal"),
     "prompts-random": _fixed_prompts("prompts-random"),
-    STAGED_PROMPTS: _staged_prompts,
+    PROMPTS_STAGED: _prompts_staged,
 }
 """Those that need prompt tokens of the target; those with a hyphen are there to be compared with the first."""
+
+OWN_PROMPT_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {STAGED_PROMPTS: _staged_prompts}
+"""Those that need a draft model with prompt tokens of its own."""

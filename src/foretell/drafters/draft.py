@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from foretell.drafters.choices import Choices, NoiseMemory, filter_scores, rank
@@ -34,6 +35,7 @@ class DraftModelDrafter:
         eos_ids: tokens below which nothing is drafted.
         shape: how far to branch.
         inner: drafts for the draft model only.
+        has_prompts: guess by the draft model's own prompt tokens what it does not read, where there are some.
         beside: drafts for the target, under its own names, and for the draft model; where it is sure enough of its
             draft, the draft model is not asked.
 
@@ -51,8 +53,9 @@ class DraftModelDrafter:
         shape: TreeShape | None = None,
         inner: Drafter | None = None,
         beside: Drafter | None = None,
+        has_prompts: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self._has_prompts = name, has_prompts and engine.prompts is not None
         self._engine, self._eos_ids, self._shape = engine, eos_ids, shape or TreeShape()
         self._inner, self._beside = inner, beside
         self._helpers = [drafter for drafter in (beside, inner) if drafter is not None]
@@ -87,6 +90,7 @@ class DraftModelDrafter:
         num_more = self._read_on(expansion, proposal)
         if self._helpers:
             expansion.learned.stages[self.name].record(staged, expansion.num_confirmed, num_more)
+        self._guess(expansion, proposal)
         self._reader.rewind()
         if beside is not None:
             asking.record(before.num_tokens, expansion.promise().tokens_per_s / before.tokens_per_s)
@@ -98,7 +102,7 @@ class DraftModelDrafter:
 
         def laws_of(tree: TokenTree, nodes: list[int]) -> list[DraftLaw]:
             if nodes == [0]:
-                logits = self._reader.read_tip(proposal.ahead, tree)  # [1, K]
+                logits = self._reader.read_tip(proposal.ahead, tree).logits  # [1, K]
             else:
                 for slot, node in enumerate(nodes, start=len(seen) - 1):
                     seen[node] = seen[tree.parents[node]] | 1 << slot
@@ -107,7 +111,7 @@ class DraftModelDrafter:
                     [tree.token_ids[node] for node in nodes],
                     [depths[node] for node in nodes],
                     [seen[node] for node in nodes],
-                )  # [N, K]
+                ).logits  # [N, K]
             scores = logits if proposal.sampling is None else filter_scores(logits, proposal.sampling)  # [N, K]
             probs = scores.double().softmax(-1).nan_to_num(0.0)  # [N, K], a row of NaN is a law without tokens
             return [DraftLaw(self._engine.model.kept_ids, row) for row in probs.cpu().numpy()]
@@ -129,6 +133,7 @@ class DraftModelDrafter:
             shape=self._shape,
             inner=None if self._inner is None else self._inner.fork(),
             beside=None if self._beside is None else self._beside.fork(),
+            has_prompts=self._has_prompts,
         )
         twin._reader = self._reader.fork()
         return twin
@@ -167,8 +172,8 @@ class DraftModelDrafter:
             made = self._stage(proposal, max_staged, max_read_depth, beside)
             staged = payoff.choose(made, engine.clock() - making_began_s, num_rows, engine.pass_s)
         began_s = engine.clock()
-        logits = reader.read_tip(proposal.ahead, staged)  # [1 + I, K]
-        expansion.take_staged(staged, self._rank(logits, proposal, staged.depths()))
+        read = reader.read_tip(proposal.ahead, staged, self._num_prompted(num_rows, len(staged)))
+        expansion.take_staged(staged, self._rank(read.logits, proposal, staged.depths()), read.prompted)
         engine.record(num_rows + len(staged) - 1, engine.clock() - began_s)
         reader.work.num_confirmed += expansion.num_confirmed
         reader.work.num_staged_passes += len(staged) > 1
@@ -181,12 +186,34 @@ class DraftModelDrafter:
         while nodes := expansion.next_nodes():
             depths = [expansion.depths[node] for node in nodes]
             token_ids = [expansion.tree.token_ids[node] for node in nodes]
-            logits = self._reader.read_nodes(token_ids, depths, expansion.seen_by(nodes))  # [N, K]
-            expansion.take(nodes, self._rank(logits, proposal, depths))
+            num_prompted = self._num_prompted(0, len(nodes))
+            read = self._reader.read_nodes(token_ids, depths, expansion.seen_by(nodes), num_prompted)
+            expansion.take(nodes, self._rank(read.logits, proposal, depths), read.prompted)
             now_s = engine.clock()
             engine.record(len(nodes), now_s - began_s)
             began_s, num_passes = now_s, num_passes + 1
         return num_passes
+
+    def _num_prompted(self, num_rows: int, num_nodes: int) -> int:
+        """Return how many of the nodes that a pass reads may have a prompt token behind them at no row's price."""
+        if self._engine.prompts is None or not self._has_prompts:
+            return 0
+        num_rows = max(num_rows - 1, 0) + num_nodes
+        return min(num_nodes, self._engine.runner.padded(num_rows) - num_rows)
+
+    def _guess(self, expansion: Expansion, proposal: Proposal) -> None:
+        """Guess what follows nodes that were not read, by the prompt tokens behind their parents, where that pays."""
+        prompts, engine = self._engine.prompts, self._engine
+        if prompts is None or prompts.sampler is None:
+            return
+        nodes = expansion.guessable(engine.guess_s.value)
+        if not nodes:
+            return
+        began_s, tree = engine.clock(), expansion.tree
+        states = torch.stack([expansion.prompted[tree.parents[node]] for node in nodes])  # [N, E]
+        scores = prompts.sampler(states, [tree.token_ids[node] for node in nodes])  # [N, K]
+        expansion.guess(nodes, self._rank(scores, proposal, [expansion.depths[node] for node in nodes]))
+        engine.guess_s.add(engine.clock() - began_s)
 
     def _rank(self, logits: Tensor, proposal: Proposal, depths: Sequence[int]) -> list[Choices]:
         """Return what may follow nodes of these depths, best first; when sampling, with the target's noise."""

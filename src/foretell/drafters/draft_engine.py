@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from foretell.drafters.calibration import Calibration
+from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.models.draft import DraftModel
 from foretell.passes.rows import visible_slots
 from foretell.passes.runner import CompiledPass, Runner
@@ -39,6 +40,7 @@ class DraftEngine:
         context_tokens: positions that a sequence may have; at most the model's.
         calibration: acceptance estimates, the object that the target's engine teaches.
         compiled: passes compiled for a few row counts; larger ones run eagerly.
+        prompts: prompt tokens of the draft model.
         clock: seconds, monotonic.
     """
 
@@ -48,6 +50,7 @@ class DraftEngine:
         context_tokens: int,
         calibration: Calibration,
         compiled: CompiledPass | None = None,
+        prompts: PromptTokens | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model, self.calibration, self.clock = model, calibration, clock
@@ -56,6 +59,10 @@ class DraftEngine:
         self.kept: frozenset[int] = frozenset(model.kept_ids.tolist())
         self.widths = tuple({self.runner.padded(width): width for width in _WIDTHS}.values())
         self._weight_bytes = model.num_bytes
+        self.prompts, self.guess_s = prompts, Mean(5e-4, decay=0.9)
+        """Prompt tokens, and the seconds that a guess by them takes."""
+        if prompts is not None:
+            prompts.install(self.runner)
         self.pass_times = PassTimes()
         self._learned = {is_sampled: Learned() for is_sampled in (False, True)}
 
@@ -101,6 +108,8 @@ class Learned:
     def __init__(self) -> None:
         self.best_child = Mean(0.6, decay=0.99)
         """Acceptance of the best child of a node that was read, given that node's."""
+        self.best_guess = Mean(0.4, decay=0.99)
+        """The same of the best guess of a prompt token below a node that was not read."""
         self.asking = AskingPayoff()
         self.stages: defaultdict[str, StagePayoff] = defaultdict(StagePayoff)
         """By the drafter's name."""

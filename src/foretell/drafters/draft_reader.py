@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -21,6 +22,16 @@ _CHUNK_ROWS: Final = 256
 
 _MAX_CATCH_UP: Final = 16
 """Tokens that a pass may read beside the tip and what is below it; more are read by passes of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a pass of the draft model found."""
+
+    logits: Tensor
+    """After each node that was read, [N, K]."""
+    prompted: Tensor | None
+    """Final states of the prompt tokens behind the first of them, [P, E]; None for none."""
 
 
 class DraftReader:
@@ -78,35 +89,44 @@ class DraftReader:
         assert self._region is not None
         return self._region
 
-    def read_tip(self, ahead: Sequence[int], tree: TokenTree) -> Tensor:
+    def read_tip(self, ahead: Sequence[int], tree: TokenTree, num_prompted: int = 0) -> Read:
         """Read what is unread of the text, tokens ahead of it, and a tree below the last of them, in one pass.
 
-        Returns:
-            Logits after the tip and after each node of the tree, [len(tree), K].
+        The tip and each node of the tree are read; a prompt token rides behind the first `num_prompted` of them.
         """
         cache, region = self.engine.runner.cache, self.region
         cache.truncate(region, min(region.length, len(self.text) - 1))  # an earlier proposal may have read the root
         cache.reserve(region, len(self.text) + len(ahead) + MAX_ROWS)
         if len(self.text) - region.length > _MAX_CATCH_UP:
             self._read_text(region, len(self.text) - 1)
-        rows = self._tip_rows(region, ahead, tree)
+        rows = self._tip_rows(region, ahead, tree, num_prompted)
         self._num_below = len(tree) - 1
         self._features = [features[-1:] for features in self._features]  # the root's, should it be read again
-        return self._run(rows)[-len(tree) :]
+        return self._run(rows, len(tree), num_prompted)
 
-    def read_nodes(self, token_ids: Sequence[int], depths: Sequence[int], seen: Sequence[int]) -> Tensor:
-        """Read nodes below the tip, each in the next slot, and return the logits after them, [N, K].
+    def read_nodes(
+        self, token_ids: Sequence[int], depths: Sequence[int], seen: Sequence[int], num_prompted: int = 0
+    ) -> Read:
+        """Read nodes below the tip, each in the next slot.
 
         Args:
             token_ids: the nodes'.
             depths: their distances from the tip.
             seen: for each a bit for every slot below the tip that it sees, its own included.
+            num_prompted: the first of them, behind which a prompt token rides.
         """
         before = 1 + self._num_below  # slots from the tip to these rows
         self._num_below += len(token_ids)
-        mask = unpack_bits(seen, self._num_below)
-        features = self._beside_tokens(len(token_ids))
-        return self._run(Rows(self.region, token_ids, [depth - before for depth in depths], mask, features))
+        num_columns = self._num_below + num_prompted
+        bits = [*seen, *(seen[node] | 1 << self._num_below + node for node in range(num_prompted))]
+        rows = Rows(
+            self.region,
+            [*token_ids, *[self._prompt_id] * num_prompted],
+            [depth - before for depth in (*depths, *(depth + 1 for depth in depths[:num_prompted]))],
+            unpack_bits(bits, num_columns),
+            self._beside_tokens(len(token_ids) + num_prompted),
+        )
+        return self._run(rows, len(token_ids), num_prompted)
 
     def rewind(self) -> None:
         """Give back the slots of all that is not text."""
@@ -131,13 +151,19 @@ class DraftReader:
 
     # Passes
 
-    def _run(self, rows: Rows) -> Tensor:
-        """Run a pass, keep its rows for the time being, and return their logits, [N, K]."""
+    @property
+    def _prompt_id(self) -> int:
+        return self.engine.model.config.vocab_size
+
+    def _run(self, rows: Rows, num_nodes: int, num_prompted: int) -> Read:
+        """Run a pass, and keep its rows for the time being, those of prompt tokens at its end excepted."""
         num_rows = len(rows.token_ids)
-        logits = self.engine.runner.decode([rows]).logits[0, :num_rows]  # [N, K]
+        output = self.engine.runner.decode([rows])
         self._count(rows.region.length, num_rows)
-        self.engine.runner.cache.commit(rows.region, num_rows)
-        return logits
+        num_kept = num_rows - num_prompted
+        self.engine.runner.cache.commit(rows.region, num_kept)
+        logits = output.logits[0, num_kept - num_nodes : num_kept]  # [N, K]
+        return Read(logits, output.hidden[0, num_kept:num_rows] if num_prompted else None)  # [P, E]
 
     def _read_text(self, region: Region, end: int) -> None:
         """Read the text before position `end`."""
@@ -149,11 +175,12 @@ class DraftReader:
             self._count(start, stop - start)
             self.engine.runner.prefill(rows)
 
-    def _tip_rows(self, region: Region, ahead: Sequence[int], tree: TokenTree) -> Rows:
+    def _tip_rows(self, region: Region, ahead: Sequence[int], tree: TokenTree, num_prompted: int) -> Rows:
         start = region.length
         chain = [*self.text[start:], *ahead]
-        token_ids, tip = chain + tree.token_ids[1:], len(chain) - 1
+        token_ids, tip = chain + tree.token_ids[1:] + [self._prompt_id] * num_prompted, len(chain) - 1
         parents = [*range(-1, tip), *(tip + parent for parent in tree.parents[1:])]
+        parents += range(tip, tip + num_prompted)
         features = self._features_from(start)
         if features is not None:
             known = features[:0] if self._ahead_features is None else self._ahead_features[: len(ahead)].to(features)

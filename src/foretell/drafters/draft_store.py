@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from foretell.drafters.draft_engine import DraftEngine
 from foretell.drafters.next_ids import SHIPPED
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
     from foretell.drafters.calibration import Calibration
     from foretell.drafters.catalog import TableFactory
+    from foretell.drafters.prompt_tokens import PromptTokens
     from foretell.models.config import ModelConfig
+    from foretell.models.draft import DraftModel
     from foretell.text.tokenizer import Tokenizer
 
 NONE: Final = "none"
@@ -27,6 +31,9 @@ NONE: Final = "none"
 
 _BUCKETS: Final = (4, 12)
 """Row counts of a draft's compiled passes: a few nodes, or the tokens of a step with a second stage below them."""
+
+OWN_PROMPTS: Final = "prompts"
+"""Folder of a draft's own prompt tokens, within the draft's."""
 
 _FOLDER: Final = "draft"
 """Of a shipped draft, within the folder of its model."""
@@ -133,8 +140,29 @@ def _load(folder: Path, target: Target, calibration: Calibration, notify: Callab
             buckets=_BUCKETS,
             notify=notify,
         )
-    engine = DraftEngine(model, target.context_tokens, calibration, compiled)
+    prompts = _read_own_prompts(folder, target, model, notify)
+    engine = DraftEngine(model, target.context_tokens, calibration, compiled, prompts)
     return LoadedDraft(engine=engine, ngram_table=_read_table(folder, target, notify), source=str(folder))
+
+
+def _read_own_prompts(
+    folder: Path, target: Target, model: DraftModel, notify: Callable[[str], None] | None
+) -> PromptTokens | None:
+    """Return the draft model's own prompt tokens; None where there are none, or they are another draft's."""
+    from foretell.drafters.prompt_store import is_prompts, read_prompts  # which knows of targets from here
+
+    if not is_prompts(folder / OWN_PROMPTS):
+        return None
+    try:
+        own = replace(target, config=model.config, fingerprint=draft_digest(folder))
+        tokens = read_prompts(folder / OWN_PROMPTS, own)
+    except ModelError as error:
+        if notify is not None:
+            notify(str(error))
+        return None
+    if tokens.sampler is not None and np.array_equal(tokens.sampler.kept_ids, model.kept_ids):
+        tokens.sampler.head = model.head  # the same rows
+    return tokens
 
 
 def _read_table(folder: Path, target: Target, notify: Callable[[str], None] | None) -> TableFactory | None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foretell.drafters.choices import Choices
 from foretell.drafters.draft_engine import DraftEngine
@@ -19,8 +19,17 @@ from foretell.tree.pack import ancestor_bits
 from foretell.tree.shape import best_first, subtree
 from foretell.tree.token_tree import TokenTree
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 DRAFT: Final = "draft"
 """Source of a node that the draft model proposed."""
+
+GUESS: Final = "draft prompts"
+"""Source of a node that a prompt token of the draft model guessed."""
+
+_MAX_GUESSED: Final = 4
+"""Nodes whose children are guessed at once."""
 
 _LOG_MOST: Final = math.log(MAX_PROBABILITY)
 _LOG_LEAST: Final = math.log(MIN_PATH_PROBABILITY)
@@ -90,8 +99,10 @@ class Expansion:
         self._unread: list[int] = []
         self._children: dict[int, range] = {}  # of nodes that were read, the best first
         self._news: list[int] = []  # nodes read since the last estimates
+        self._guessed: list[int] = []  # and those whose children were guessed
         self._merged = self._estimates = self.tree
         self._reach = [0.0]  # estimates of the nodes of `tree`; a new one's is its parent's and the draft's own
+        self.prompted: dict[int, Tensor] = {}  # of read nodes, the state of the prompt token behind each, [E]
         self._accept: list[float] = []  # of the merged tree's nodes but the root, the largest first
         self._open: list[float] = []  # chance that the text comes to a node and leaves it by none of its children
         self._estimate()
@@ -125,12 +136,12 @@ class Expansion:
                 break
         return ranked[:best]
 
-    def _promise(self, places: Sequence[float], draft_s: float) -> Promise:
-        """Return the best that the tree may bring, with an average child in each of these open places.
+    def _promise(self, places: Sequence[float], draft_s: float, child: float | None = None) -> Promise:
+        """Return the best that the tree may bring, with a child of average or given quality in these open places.
 
         Source: the budget's own rule, see `foretell.hardware.budget.buy`.
         """
-        child = self.learned.best_child.value
+        child = self.learned.best_child.value if child is None else child
         accept = sorted([*self._accept, *(child * chance for chance in places)], reverse=True)
         num_tokens = list(accumulate(accept, initial=float(self._num_certain)))
         rates = [num / (draft_s + pass_s) for num, pass_s in zip(num_tokens, self._pass_s)]
@@ -147,10 +158,11 @@ class Expansion:
         self._open, self._accept = accept.copy(), sorted(accept[1:], reverse=True)
         for node in range(1, len(parents)):
             self._open[parents[node]] -= accept[node]
-        for node in self._news:
-            child = self._best_child(node)
-            self.learned.best_child.add(0.0 if child is None else accept[child] / accept[node])
-        self._news.clear()
+        for nodes, mean in ((self._news, self.learned.best_child), (self._guessed, self.learned.best_guess)):
+            for node in nodes:
+                child = self._best_child(node)
+                mean.add(0.0 if child is None else accept[child] / accept[node])
+            nodes.clear()
 
     # Read
 
@@ -162,17 +174,41 @@ class Expansion:
         self.num_slots += len(nodes)
         return [self.seen[node] for node in nodes]
 
-    def take(self, nodes: Sequence[int], choices: Sequence[Choices]) -> None:
-        """Add the children of nodes that a pass has read, and bring estimates up to date."""
-        self._add_all(nodes, choices)
+    def guessable(self, guess_s: float) -> list[int]:
+        """Return unread nodes whose children a prompt token may guess, if that is worth these seconds."""
+        parents = self.tree.parents
+        nodes = [node for node in self._unread if parents[node] in self.prompted]
+        nodes = nlargest(_MAX_GUESSED, nodes, key=self._open.__getitem__)
+        if not nodes or not self._pass_s or len(self._merged) > self._max_nodes:
+            return []
+        spent_s, child = self._engine.clock() - self._started_s, self.learned.best_guess.value
+        places = [self._open[node] for node in nodes]
+        hoped_for = self._promise(places, spent_s + guess_s, child).tokens_per_s
+        return nodes if hoped_for > self._promise((), spent_s).tokens_per_s else []
+
+    def guess(self, nodes: Sequence[int], choices: Sequence[Choices]) -> None:
+        """Add guessed children of unread nodes, which are not read any more, and bring estimates up to date."""
+        for node, found in zip(nodes, choices, strict=True):
+            self._add_children(node, found, GUESS)
         self._estimate()
 
-    def take_staged(self, staged: TokenTree, choices: Sequence[Choices]) -> None:
+    def take(self, nodes: Sequence[int], choices: Sequence[Choices], prompted: Tensor | None = None) -> None:
+        """Add the children of nodes that a pass has read, and bring estimates up to date.
+
+        `prompted`: states of the prompt tokens behind the first of them, [P, E].
+        """
+        self._add_all(nodes, choices)
+        if prompted is not None:
+            self.prompted.update(zip(nodes, prompted))
+        self._estimate()
+
+    def take_staged(self, staged: TokenTree, choices: Sequence[Choices], prompted: Tensor | None = None) -> None:
         """Do the same for the tip, and for every staged node that is itself among the children added so.
 
         Args:
             staged: the second stage's tree below the tip, all of it read.
             choices: after each of its nodes.
+            prompted: states of the prompt tokens behind the tip and the first of its nodes, [P, E].
         """
         self.num_slots, seen = len(staged) - 1, ancestor_bits(staged.parents)
         self._add_all([0], choices[:1])
@@ -187,6 +223,8 @@ class Expansion:
                 self.tree.sources[place] = f"{DRAFT}<{staged.sources[node]}"
             places[node], self.seen[place] = place, seen[node] >> 1  # the tip has no slot here
             self._add_all([place], choices[node : node + 1])
+        if prompted is not None:
+            self.prompted.update((places[node], state) for node, state in enumerate(prompted) if node in places)
         self._estimate()
 
     def result(self) -> TokenTree:
@@ -201,20 +239,20 @@ class Expansion:
         for node, found in zip(nodes, choices, strict=True):
             self._add_children(node, found)
 
-    def _add_children(self, node: int, found: Choices) -> None:
+    def _add_children(self, node: int, found: Choices, source: str = DRAFT) -> None:
         tree, depth = self.tree, self.depths[node] + 1
         first = len(tree)
         for log_prob, token_id in found[: self._max_children]:
             step = min(log_prob, _LOG_MOST)
             if self._reach[node] + step < _LOG_LEAST:
                 break
-            child = tree.add(node, token_id, tree.log_accept[node] + step, DRAFT)
+            child = tree.add(node, token_id, tree.log_accept[node] + step, source)
             self._reach.append(self._reach[node] + step)
             self.depths.append(depth)
-            if depth <= self._max_read_depth and token_id not in self._leaf_ids:
+            if source == DRAFT and depth <= self._max_read_depth and token_id not in self._leaf_ids:
                 self._unread.append(child)
         self._children[node] = range(first, len(tree))
-        self._news.append(node)
+        (self._news if source == DRAFT else self._guessed).append(node)
 
     def _child(self, parent: int, token_id: int) -> int | None:
         return next((child for child in self._children[parent] if self.tree.token_ids[child] == token_id), None)

@@ -54,8 +54,11 @@ def take_along(values: Tensor, places: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def read_texts(model: Model, token_ids: Tensor) -> list[Tensor]:
-    """Return every layer's keys and values of texts, [B, 2 * G, T, D] each."""
+def read_texts(model: Model, token_ids: Tensor, features: Tensor | None = None) -> list[Tensor]:
+    """Return every layer's keys and values of texts, [B, 2 * G, T, D] each.
+
+    `features`: what a draft model of kind `feature` reads beside them, [B, T, E].
+    """
     num_texts, length = token_ids.shape
     config = model.config
     shape = (num_texts, 2 * config.num_kv_heads, length, config.head_dim)
@@ -63,7 +66,7 @@ def read_texts(model: Model, token_ids: Tensor) -> list[Tensor]:
     place = torch.arange(length)  # [T]
     distance = (place[:, None] - place[None]).expand(num_texts, -1, -1)  # [B, T, T]
     batch = _row_batch(config, model.dtype, place.expand(num_texts, -1).contiguous(), distance, distance >= 0, 0)
-    model.forward(replace(batch, token_ids=token_ids), keys_values)
+    model.forward(replace(batch, token_ids=token_ids, features=features), keys_values)
     return keys_values
 
 
@@ -75,6 +78,7 @@ def run_prompts(
     prefix: Tensor | None = None,
     *,
     is_adapted: bool = False,
+    no_feature: Tensor | None = None,
 ) -> Tensor:
     """Return the final states of prompt rows, averaged over the chains, [B, A, m, E]; gradients reach the parameters.
 
@@ -85,6 +89,7 @@ def run_prompts(
         embeddings: [C, m, E].
         prefix: keys and values that prompt rows see before all others, [L, 2 * G, P, D].
         is_adapted: send the rows through the model's adapters.
+        no_feature: what a draft model of kind `feature` reads beside prompt tokens, [E].
     """
     num_chains, num_slots, width = embeddings.shape
     num_texts, num_anchors = anchors.places.shape
@@ -114,7 +119,9 @@ def run_prompts(
             slots[:, :, length + num_rows :] = prefix[layer].to(model.dtype)
         keys_values.append(slots)
     adapted = torch.arange(num_texts * num_rows) if is_adapted else None  # [B * N]
-    hidden = model.forward(replace(batch, embeddings=rows, adapted=adapted), keys_values)  # [B * N, E]
+    features = None if no_feature is None else no_feature.expand_as(rows)  # [B, N, E]
+    batch = replace(batch, embeddings=rows, features=features, adapted=adapted)
+    hidden = model.forward(batch, keys_values)  # [B * N, E]
     return hidden.view(num_texts, num_anchors, num_chains, num_slots, width).mean(2)  # [B, A, m, E]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from foretell.drafters.prompt_store import is_prompts, write_prompts
 from foretell.errors import ConfigError
 from foretell.llm import LLM
+from foretell.models.draft_files import draft_digest, read_draft
 from foretell.models.gpt2 import GPT2
 from foretell.models.llama import Llama
 from foretell.passes.compiled import plain_copy
@@ -26,22 +28,29 @@ def produce_prompts(
     *,
     prompts: Path | None = None,
     text: Path | None = None,
+    draft: Path | None = None,
     written: Callable[[int, int], None] | None = None,
     trained: Callable[[PromptProgress], None] | None = None,
 ) -> TrainedPrompts:
     """Let a target write text, train prompt tokens on it, and write them with their card; see `produce_draft`.
 
+    With `draft`, a folder by `foretell train draft`, they are that draft model's, and still guess what the target says.
+
     Raises:
+        ModelError: the draft is missing, damaged, or of another target.
         InputError: there is too little text, or a shard of it is damaged.
         ConfigError: `out` holds something else or cannot be written, or gradients cannot pass through this target.
     """
     out = check_place(out, is_prompts, "prompt tokens")
-    model = llm.engine.runner.model
+    model, kept_ids = llm.engine.runner.model, None
+    target = TargetTensors.read(llm.config, llm.folder, llm.fingerprint)
+    if draft is not None:
+        model = read_draft(draft, llm.folder, llm.config, llm.fingerprint, dtype=model.dtype, device=model.device)
+        target, kept_ids = replace(target, config=model.config, fingerprint=draft_digest(draft)), model.kept_ids
     if not isinstance(model, Llama | GPT2):
         raise ConfigError(
             f"prompt tokens need a decoder of foretell's own, {model.config.model_type} has none: use another drafter"
         )
-    target = TargetTensors.read(llm.config, llm.folder, llm.fingerprint)
     started_s = time.perf_counter()
     examples = own_examples(llm, num_tokens, recipe.seed, prompts, written, text=text)
     text_s = time.perf_counter() - started_s
@@ -54,6 +63,7 @@ def produce_prompts(
         recipe,
         checkpoint,
         always_kept=frozenset(range(ALWAYS_KEPT)) | frozenset(llm.config.eos_ids),
+        kept_ids=kept_ids,
         progress=trained,
     )
     facts = training_facts(llm, recipe, examples, result.kept_ids, result.scores, text_s)
@@ -62,7 +72,7 @@ def produce_prompts(
         result.tensors,
         result.kept_ids,
         result.ranks,
-        fingerprint=llm.fingerprint,
+        fingerprint=target.fingerprint,
         card=prompt_card(facts),
         provenance=facts,
     )

@@ -206,6 +206,7 @@ def train_prompts(
     checkpoint: Path,
     *,
     always_kept: frozenset[int] = frozenset(),
+    kept_ids: NDArray[np.int64] | None = None,
     evaluate_every: int = 100,
     progress: Callable[[PromptProgress], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -213,13 +214,14 @@ def train_prompts(
     """Train prompt tokens behind places drawn from the target's answers; the target's weights stay as they are.
 
     Args:
-        model: the target; reads the texts.
-        plain: the target with plain weights, through which gradients pass.
-        target: its embedding and head.
+        model: the target, or a draft model of it; reads the texts.
+        plain: the same with plain weights, through which gradients pass.
+        target: the target's embedding and head, with the model's dimensions and fingerprint.
         examples: text and hidden states; the target's distributions follow from these.
         recipe: how to train.
         checkpoint: where the state is kept; a run with the same recipe, text and target goes on from it.
         always_kept: ids that are kept whatever the text has, such as EOS.
+        kept_ids: ids that a sampler guesses, ascending; None chooses those that the text uses most.
         evaluate_every: steps between evaluations; the state is saved with each.
         progress: told of every step.
         clock: seconds.
@@ -235,7 +237,7 @@ def train_prompts(
     steps_per_epoch = len(training) // recipe.batch_size
     num_steps = max(1, round(recipe.num_epochs * steps_per_epoch))
     key = {**asdict(recipe), "text": examples.documents.digest, "target": target.fingerprint, "num_steps": num_steps}
-    state = _resume(target, examples, recipe, checkpoint, key, always_kept)
+    state = _resume(target, examples, recipe, checkpoint, key, always_kept, kept_ids)
     head = target.head[state.kept_ids]  # [K, E]
     told = PromptProgress(state.step, num_steps, 0.0, state.elapsed_s)
     while state.step < num_steps:
@@ -314,12 +316,19 @@ def _guess(
     module: PromptModule, batch: Batch, anchors: Anchors, model: Model, plain: Model, target: TargetTensors
 ) -> Tensor:
     """Return the states that the head reads, [B, A, m, E]."""
-    text = read_texts(model, batch.token_ids)
+    no_feature: Tensor | None = getattr(model, "no_feature", None)  # of a draft model, which reads states beside tokens
+    text = read_texts(model, batch.token_ids, None if no_feature is None else batch.features.to(model.dtype))
     if module.lora:
         assert isinstance(plain, Llama)
         plain.adapt(module.adapters(plain.dtype))
     states = run_prompts(
-        plain, text, anchors, module.embeddings, module.prefix, is_adapted=bool(module.lora)
+        plain,
+        text,
+        anchors,
+        module.embeddings,
+        module.prefix,
+        is_adapted=bool(module.lora),
+        no_feature=no_feature,
     )  # [B, A, m, E]
     before = take_along(batch.token_ids, anchors.after(states.shape[2], 1))  # [B, A, m]
     return module.guess(states, target.embedding[before])
@@ -373,9 +382,11 @@ def _resume(
     checkpoint: Path,
     key: Mapping[str, Any],
     always_kept: frozenset[int],
+    kept_ids: NDArray[np.int64] | None,
 ) -> _State:
     """Return the saved state of this very training, or a new one."""
-    kept_ids = choose_kept_ids(examples.documents, examples.training(), recipe.num_kept, always_kept)
+    if kept_ids is None:
+        kept_ids = choose_kept_ids(examples.documents, examples.training(), recipe.num_kept, always_kept)
     known = target.embedding[kept_ids].float()  # [K, E]
     scale = float(known.square().mean().sqrt())
     torch.manual_seed(recipe.seed)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,8 +20,9 @@ from foretell.drafters.fixed_prompts import RULES, FixedPromptsDrafter
 from foretell.drafters.next_ids import SHIPPED
 from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.drafters.prompts import PromptsDrafter
-from foretell.errors import ConfigError, ModelError
+from foretell.errors import ModelError
 from foretell.hardware.prompt_policy import GuessRanks
+from foretell.models.artefacts import CONFIG, read_tensors, write_artefact
 from foretell.models.draft_files import shared_names
 from foretell.models.files import cache_home
 from foretell.models.llama import LayerAdapters
@@ -32,7 +31,6 @@ from foretell.models.weights import WeightReader
 
 FORMAT: Final = 1
 WEIGHTS: Final = "prompts.safetensors"
-CONFIG: Final = "config.json"
 REMEDY: Final = "train them again with `foretell train prompts`"
 NONE: Final = "none"
 """In place of a folder: use none, though some may be there."""
@@ -97,28 +95,12 @@ def write_prompts(
     Raises:
         ConfigError: the folder cannot be written.
     """
-    from safetensors.torch import save_file
-
     stored = {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()}
     stored["ranks"] = torch.from_numpy(ranks.counts.astype(np.int32))
     if "sampler.out.weight" in tensors:
         stored["kept_ids"] = torch.from_numpy(kept_ids.astype(np.int32))
     document = {"format_version": FORMAT, "fingerprint": fingerprint}
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        save_file(stored, partial / WEIGHTS)
-        (partial / WEIGHTS).chmod(0o644)  # the library leaves it to its owner alone
-        (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        (partial / "provenance.json").write_text(json.dumps(dict(provenance), indent=2) + "\n", encoding="utf-8")
-        folder.mkdir(exist_ok=True)
-        for file in partial.iterdir():
-            file.replace(folder / file.name)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another place") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    write_artefact(folder, WEIGHTS, stored, document, card=card, provenance=provenance)
 
 
 def is_prompts(folder: Path) -> bool:
@@ -138,7 +120,7 @@ def read_prompts(folder: Path, target: Target) -> PromptTokens:
             f"prompt tokens {folder} were trained for target {known[:16]}, this one is {target.fingerprint[:16]}, "
             f"another model or fine-tuned since: {REMEDY}"
         )
-    stored = _read_tensors(folder / WEIGHTS)
+    stored = read_tensors(folder / WEIGHTS, REMEDY)
     try:
         embeddings = stored["embeddings"].to(target.device, target.dtype)  # [C, m, E]
         ranks = GuessRanks(stored["ranks"].numpy().astype(np.int64))
@@ -246,14 +228,3 @@ def _read_fingerprint(folder: Path) -> str:
     if version != FORMAT:
         raise ModelError(f"{path} has format {version}, this version reads {FORMAT}: {REMEDY}")
     return fingerprint
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{path} is truncated, corrupt or missing ({reason}): {REMEDY}") from None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foretell.errors import ConfigError, ModelError
+from foretell.errors import ModelError
+from foretell.models.artefacts import CONFIG, read_tensors, write_artefact
 from foretell.models.config import SLIDING, ModelConfig
 from foretell.models.draft import DraftModel
 from foretell.models.weights import WeightReader
 
 FORMAT: Final = 1
-CONFIG: Final = "config.json"
 WEIGHTS: Final = "draft.safetensors"
 REMEDY: Final = "train it again with `foretell train draft`"
 
@@ -57,27 +55,11 @@ def write_draft(
     Raises:
         ConfigError: the folder cannot be written.
     """
-    from safetensors.torch import save_file
-
     document = {"format_version": FORMAT, "fingerprint": fingerprint, "num_kept": len(kept_ids), "body": asdict(config)}
     stored = {"kept_ids": torch.from_numpy(kept_ids.astype(np.int32))}
     for name, tensor in tensors.items():
         stored |= _quantise(name, tensor)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        save_file(stored, partial / WEIGHTS)
-        (partial / WEIGHTS).chmod(0o644)  # the library leaves it to its owner alone
-        (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        (partial / "provenance.json").write_text(json.dumps(dict(provenance), indent=2) + "\n", encoding="utf-8")
-        folder.mkdir(exist_ok=True)
-        for file in partial.iterdir():
-            file.replace(folder / file.name)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another place") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    write_artefact(folder, WEIGHTS, stored, document, card=card, provenance=provenance)
 
 
 def read_draft_facts(folder: Path) -> dict[str, Any]:
@@ -141,7 +123,7 @@ def read_draft(
     config = _body(folder, facts)
     if any(getattr(config, name) != getattr(target, name) for name in _SHARED):
         raise ModelError(f"draft {folder} has other dimensions than the target: {REMEDY}")
-    stored = _read_tensors(folder / WEIGHTS)
+    stored = read_tensors(folder / WEIGHTS, REMEDY)
     try:
         kept_ids = stored.pop("kept_ids").long()  # [K]
         if kept_ids.shape != (facts["num_kept"],) or not _are_ascending(kept_ids, target.vocab_size):
@@ -247,14 +229,3 @@ def _dequantise(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif not name.endswith(".scale"):
             tensors[name] = tensor
     return tensors
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{path} is truncated, corrupt or missing ({reason}): {REMEDY}") from None

@@ -25,7 +25,8 @@ from foretell.train.draft import TargetTensors
 from foretell.train.examples import Batch, Examples
 from foretell.train.produce import own_examples
 from foretell.train.produce_prompts import produce_prompts
-from foretell.train.prompts import PromptRecipe, TrainedPrompts, train_prompts
+from foretell.train.prompt_module import PromptRecipe
+from foretell.train.prompts import TrainedPrompts, train_prompts
 from tiny import save_model
 
 RECIPE = PromptRecipe(num_epochs=1, num_anchors=8, num_slots=2, num_chains=2)

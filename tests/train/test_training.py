@@ -22,7 +22,7 @@ from foretell.train.draft import Recipe, TargetTensors, train_draft
 from foretell.train.examples import Examples, add_hidden
 from foretell.train.produce import check_place, produce_draft, produce_ngram, text_home
 from foretell.train.produce_prompts import produce_prompts
-from foretell.train.prompts import PromptRecipe
+from foretell.train.prompt_module import PromptRecipe
 from foretell.train.text import (
     CHAT,
     RAW,

@@ -178,7 +178,7 @@ def prompts(
     from foretell.drafters.draft_store import OWN_PROMPTS
     from foretell.drafters.prompt_store import prompts_home
     from foretell.train.produce_prompts import produce_prompts
-    from foretell.train.prompts import PromptRecipe
+    from foretell.train.prompt_module import PromptRecipe
 
     num_slots = slots if slots is not None else 3 if draft is None else 1
     recipe = PromptRecipe(capacity=capacity, num_slots=num_slots, num_chains=ensemble, num_epochs=epochs, seed=seed)

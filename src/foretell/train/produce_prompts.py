@@ -17,7 +17,8 @@ from foretell.passes.compiled import plain_copy
 from foretell.train.draft import TargetTensors
 from foretell.train.produce import ALWAYS_KEPT, check_place, own_examples, training_facts
 from foretell.train.prompt_card import prompt_card
-from foretell.train.prompts import PromptProgress, PromptRecipe, SlotAccuracy, TrainedPrompts, train_prompts
+from foretell.train.prompt_module import PromptRecipe
+from foretell.train.prompts import PromptProgress, SlotAccuracy, TrainedPrompts, train_prompts
 
 
 def produce_prompts(

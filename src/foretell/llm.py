@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from foretell.cache.kv_cache import Region
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import check_drafter_name, make_drafter
 from foretell.drafters.corpus import read_corpus
@@ -22,11 +22,12 @@ from foretell.engine.engine import CommitPolicy, Engine
 from foretell.engine.kept import Kept
 from foretell.engine.measure import quick_profile
 from foretell.engine.prompting import Prompting
-from foretell.engine.sequence import TARGET, DecodingSequence, Request
+from foretell.engine.sequence import TARGET, Request
 from foretell.errors import ConfigError
 from foretell.hardware.pages import use_huge_pages
 from foretell.hardware.profile import LatencyProfile
 from foretell.hardware.store import ProfileStore, profile_key
+from foretell.job import Job, noise_seed, step
 from foretell.models.config import ModelConfig, read_generation_config
 from foretell.models.files import cache_home, resolve
 from foretell.models.fingerprint import model_fingerprint
@@ -42,16 +43,6 @@ from foretell.verify.rule import Rule, make_rule
 
 MAX_BATCH = 32
 """Sequences that are decoded at once."""
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """One sample: its sequence, its text, and what was released of it."""
-
-    sequence: DecodingSequence
-    output: OutputText
-    seed: int | None
-    chunks: list[Chunk] = field(default_factory=list)
 
 
 class LLM:
@@ -186,7 +177,7 @@ class LLM:
         for prompt_ids in waiting:
             self.engine.check_prompt(prompt_ids)
         finished: dict[tuple[int, int], Completion] = {}
-        active: dict[_Job, tuple[int, int]] = {}
+        active: dict[Job, tuple[int, int]] = {}
         next_prompt = 0
         try:
             while active or next_prompt < len(waiting):
@@ -194,8 +185,9 @@ class LLM:
                     for sample, job in enumerate(self._start_samples(waiting[next_prompt], sampling, drafter)):
                         active[job] = (next_prompt, sample)
                     next_prompt += 1
-                for job in self._step(list(active)):
-                    finished[active.pop(job)] = self._complete(job)
+                for job in self.step(list(active)):
+                    finished[active.pop(job)] = job.completion()
+                    self.finish(job)
         finally:
             for job in active:
                 self.engine.finish(job.sequence)
@@ -231,6 +223,44 @@ class LLM:
         """Return a conversation that keeps its keys and values between turns."""
         return Conversation(self)
 
+    # Sequences that join and leave between passes, for callers that schedule them
+
+    def start(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        drafter: str | None = None,
+        sample: int = 0,
+        reuse: Region | None = None,
+        is_eager: bool = False,
+    ) -> Job:
+        """Prefill a prompt and return the job that goes on with it; give it back by `finish`.
+
+        Args:
+            prompt_ids: the prompt.
+            sampling: how to choose tokens.
+            drafter: who proposes, in place of the LLM's own.
+            sample: number of the sample or branch, which has noise of its own.
+            reuse: slots that hold the prompt's first tokens already; the job takes them.
+            is_eager: share passes with other jobs even where there are compiled ones, see `Request`.
+
+        Raises:
+            what `generate` raises.
+        """
+        self.engine.check_prompt(prompt_ids)
+        output, seed = OutputText(self.tokenizer, sampling.stop), noise_seed(sampling)
+        request = self._request(list(prompt_ids), sampling, drafter, output, seed, sample)
+        return Job(self.engine.start(replace(request, is_eager=is_eager), reuse=reuse), output, seed)
+
+    def step(self, jobs: Sequence[Job]) -> list[Job]:
+        """Run one step of all these jobs; returns those that ended in it."""
+        return step(self.engine, jobs)
+
+    def finish(self, job: Job) -> None:
+        """Give back a job's slots, whether it has ended or not."""
+        self.engine.finish(job.sequence)
+
     # One request
 
     def _stream(
@@ -239,7 +269,7 @@ class LLM:
         if sampling.n > 1:
             raise ConfigError(f"`n`={sampling.n} cannot be streamed: use `generate`")
         self.engine.check_prompt(prompt_ids)
-        output, seed = OutputText(self.tokenizer, sampling.stop), _seed(sampling)
+        output, seed = OutputText(self.tokenizer, sampling.stop), noise_seed(sampling)
         request = self._request(prompt_ids, sampling, drafter, output, seed, 0)
         # The result rides on the last chunk. Where a stop string may drop all that a step brings, one waits for it.
         return self._stream_job(request, output, seed, 1 if sampling.stop else 0, kept)
@@ -248,15 +278,15 @@ class LLM:
         self, request: Request, output: OutputText, seed: int | None, num_waiting: int, kept: Kept | None
     ) -> Iterator[Chunk]:
         reuse = kept.take(request.prompt_ids) if kept is not None else None
-        job = _Job(self.engine.start(request, reuse=reuse), output, seed)
+        job = Job(self.engine.start(request, reuse=reuse), output, seed)
         try:
             num_shown = 0
             while not job.sequence.is_finished:
-                self._step([job])
+                self.step([job])
                 last = max(num_shown, len(job.chunks) - (1 if job.sequence.is_finished else num_waiting))
                 yield from job.chunks[num_shown:last]
                 num_shown = last
-            completion = self._complete(job, is_kept=True)
+            completion = job.completion()
             final = job.chunks[-1] if job.chunks else Chunk(job.sequence.token_ids[-1], "", TARGET)
             final.completion = completion
             yield final
@@ -267,9 +297,9 @@ class LLM:
             else:
                 self.engine.finish(job.sequence)
 
-    def _start_samples(self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None) -> list[_Job]:
-        seed = _seed(sampling)
-        jobs: list[_Job] = []
+    def _start_samples(self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None) -> list[Job]:
+        seed = noise_seed(sampling)
+        jobs: list[Job] = []
         try:
             for sample in range(sampling.n):
                 output = OutputText(self.tokenizer, sampling.stop)
@@ -279,7 +309,7 @@ class LLM:
                     sequence = self.engine.fork(jobs[0].sequence, request)
                 else:
                     sequence = self.engine.start(request)
-                jobs.append(_Job(sequence, output, seed))
+                jobs.append(Job(sequence, output, seed))
         except BaseException:
             for job in jobs:
                 self.engine.finish(job.sequence)
@@ -333,32 +363,6 @@ class LLM:
             drawing_rule=rule.name if rule is not None and rule.needs_draws else None,
         )
 
-    def _step(self, jobs: list[_Job]) -> list[_Job]:
-        """Run one step; returns the jobs that ended in it."""
-        emissions = self.engine.step([job.sequence for job in jobs])
-        for job, emitted in zip(jobs, emissions, strict=True):
-            job.chunks.extend(job.output.release(emitted, is_last=job.sequence.is_finished))
-        return [job for job in jobs if job.sequence.is_finished]
-
-    def _complete(self, job: _Job, *, is_kept: bool = False) -> Completion:
-        sequence, chunks = job.sequence, job.chunks
-        assert sequence.finish_reason is not None
-        sequence.stats.drafter_memory_bytes = sequence.request.drafter.memory_bytes
-        sequence.stats.take_draft_work(sequence.request.drafter.work)
-        if not is_kept:
-            self.engine.finish(sequence)
-        has_logprobs = sequence.request.num_logprobs is not None
-        return Completion(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=[chunk.token_id for chunk in chunks],
-            finish_reason=sequence.finish_reason,
-            sources=[chunk.source for chunk in chunks],
-            stats=sequence.stats,
-            seed=job.seed,
-            logprobs=[chunk.logprobs for chunk in chunks if chunk.logprobs is not None] if has_logprobs else None,
-            prompt_token_ids=list(sequence.request.prompt_ids),
-        )
-
 
 class Conversation:
     """Turns that share a prefix compute it once: keys and values stay in the cache between them."""
@@ -377,10 +381,3 @@ class Conversation:
     def close(self) -> None:
         """Give back the conversation's slots."""
         self._kept.close()
-
-
-def _seed(sampling: SamplingParams) -> int | None:
-    """Return the key of a request's noise, drawn where none is asked for; None when greedy."""
-    if sampling.is_greedy:
-        return None
-    return secrets.randbelow(2**31) if sampling.seed is None else sampling.seed

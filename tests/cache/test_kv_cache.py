@@ -206,7 +206,7 @@ def test_num_bytes_counts_every_pool() -> None:
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["add", "fork", "free", "grow", "commit", "rows", "cut"]), st.randoms())
+    st.tuples(st.sampled_from(["add", "fork", "gather", "free", "grow", "commit", "rows", "cut"]), st.randoms())
 )
 
 
@@ -221,7 +221,14 @@ def test_any_sequence_of_verbs_keeps_every_regions_slots(operations: list[tuple[
         region = draw.choice(sorted(kept, key=lambda each: (each.capacity, each.index)))
         values = kept[region]
         if verb == "fork":
-            kept[cache.fork(region)] = list(values)
+            size = draw.choice([None, draw.randint(0, len(values))])
+            kept[cache.fork(region, size)] = values[:size]
+        elif verb == "gather":
+            chosen_regions = [each for each in kept if each is region or draw.random() < 0.5]
+            cache.gather(chosen_regions)
+            indices = sorted(each.index for each in chosen_regions)
+            assert indices == list(range(indices[0], indices[0] + len(indices)))
+            assert len({each.capacity for each in chosen_regions}) == 1
         elif verb == "free":
             cache.free(region)
             del kept[region]

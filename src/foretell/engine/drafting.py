@@ -59,14 +59,14 @@ class Drafting:
     ) -> None:
         self._runner, self._profile, self._calibration = runner, profile, calibration
         self._prompting, self._clock = prompting, clock
-        self._curves: dict[tuple[int, int], list[float]] = {}
+        self._curves: dict[tuple[int, int, bool], list[float]] = {}
 
     def draft(self, sequence: DecodingSequence, num_sharing: int) -> Draft:
         """Return the rows to verify: the root, tokens to compute again, and the drafts worth their time."""
         started_s = self._clock()
         # Where the draft decides what a seed gives, neither a clock nor other sequences may decide the draft.
         is_free = sequence.request.rule is None
-        curve = self.curve(sequence.region.length, num_sharing if is_free else 1)
+        curve = self.curve(sequence.region.length, num_sharing if is_free else 1, is_eager=sequence.request.is_eager)
         certain = _provisional_tree(sequence)
         num_certain = len(certain)
         max_depth = self._max_depth(sequence)
@@ -86,15 +86,15 @@ class Drafting:
             proposed=proposed,
         )
 
-    def curve(self, context: int, num_sharing: int = 1) -> list[float]:
+    def curve(self, context: int, num_sharing: int = 1, *, is_eager: bool = False) -> list[float]:
         """Return T(N) near a context length for the rows that each of `num_sharing` sequences may have in a pass.
 
         Sequences that share a pass are expected to buy alike, so N rows of one stand for N rows of each.
         """
         bucket = context // 256
-        key = (bucket, num_sharing)
+        key = (bucket, num_sharing, is_eager)
         if key not in self._curves:
-            compiled = self._runner.compiled
+            compiled = None if is_eager else self._runner.compiled
             num_prefix = 0 if self._prompting is None else self._prompting.tokens.num_prefix  # lies behind the rows
             sizes = list(range(1, min(self._profile.max_rows, MAX_ROWS - num_prefix) + 1))
             if compiled is not None:

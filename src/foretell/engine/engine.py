@@ -126,8 +126,11 @@ class Engine:
         Raises:
             NumericsError: the model's logits hold NaN, or no token is left to choose from.
         """
-        num_sharing = 1 if self.runner.compiled is not None else len(sequences)
-        drafts = {id(sequence): self.drafting.draft(sequence, num_sharing) for sequence in sequences}
+        num_sharing = sum(map(self._may_share, sequences))
+        drafts = {
+            id(sequence): self.drafting.draft(sequence, num_sharing if self._may_share(sequence) else 1)
+            for sequence in sequences
+        }
         emissions: dict[int, list[Emission]] = {}
         for group in self._groups(sequences):
             self._pass(group, [drafts[id(sequence)] for sequence in group], emissions)
@@ -155,18 +158,33 @@ class Engine:
 
     # Forward
 
+    def _may_share(self, sequence: DecodingSequence) -> bool:
+        return self.runner.compiled is None or sequence.request.is_eager
+
     def _groups(self, sequences: Sequence[DecodingSequence]) -> list[list[DecodingSequence]]:
-        """Return sequences that share a pass: regions side by side in one pool. A compiled pass takes one."""
+        """Return sequences that share a pass, their regions moved side by side. A compiled pass takes one."""
         cache = self.runner.cache
         for sequence in sequences:
             cache.reserve(sequence.region, sequence.region.length + MAX_ROWS)
-        if self.runner.compiled is not None:
-            return [[sequence] for sequence in sequences]
-        ordered = sorted(sequences, key=lambda sequence: (sequence.region.capacity, sequence.region.index))
-        runs = groupby(
-            enumerate(ordered), key=lambda item: (item[1].region.capacity, item[1].region.index - item[0])
-        )  # neighbours: index minus rank is constant
-        return [[sequence for _, sequence in run] for _, run in runs]
+        groups = [[sequence] for sequence in sequences if not self._may_share(sequence)]
+        sharing = [sequence for sequence in sequences if self._may_share(sequence)]
+        by_capacity = [
+            list(run) for _, run in groupby(sorted(sharing, key=_capacity), key=_capacity)
+        ]  # one for each pool
+        if len(by_capacity) > 1 and self._is_faster_together(by_capacity):
+            by_capacity = [sharing]
+        for group in by_capacity:
+            cache.gather([sequence.region for sequence in group])
+            groups.append(sorted(group, key=lambda sequence: sequence.region.index))
+        return groups
+
+    def _is_faster_together(self, groups: Sequence[Sequence[DecodingSequence]]) -> bool:
+        """Return whether one pass that reads as many slots of all as of the longest beats a pass for each group."""
+        longest = max(sequence.region.length for group in groups for sequence in group)
+        apart_s = sum(
+            self.profile.seconds(len(group), max(sequence.region.length for sequence in group)) for group in groups
+        )
+        return self.profile.seconds(sum(map(len, groups)), longest) < apart_s
 
     def _pass(
         self,
@@ -175,7 +193,13 @@ class Engine:
         emissions: dict[int, list[Emission]],
     ) -> None:
         rows = [
-            Rows(sequence.region, draft.tree.token_ids, draft.tree.depths, draft.tree.mask())
+            Rows(
+                sequence.region,
+                draft.tree.token_ids,
+                draft.tree.depths,
+                draft.tree.mask(),
+                is_eager=sequence.request.is_eager,
+            )
             for sequence, draft in zip(group, drafts, strict=True)
         ]
         forward_started_s = self._clock()
@@ -307,6 +331,10 @@ class Engine:
             sequence.gate.record(num_emitted, draft.expected_s, draft.plain_s, is_for_next=is_for_next)
         if self.prompting is not None:
             self.prompting.record(use_of(sequence), num_emitted, draft.expected_s)
+
+
+def _capacity(sequence: DecodingSequence) -> int:
+    return sequence.region.capacity
 
 
 @torch.inference_mode()

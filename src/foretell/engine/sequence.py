@@ -51,6 +51,8 @@ class Request:
     """What drafters with probabilities need to know of the chooser; None when greedy."""
     rule: Rule | None = None
     """How drafts are accepted; None is match, of which the tokens do not depend on the draft."""
+    is_eager: bool = False
+    """Take no compiled passes, which hold one sequence each: its rows ride in one pass with those of others."""
 
     def __post_init__(self) -> None:
         if self.rule is not None and self.rule.needs_draws and not isinstance(self.drafter, DrawingDrafter):

@@ -34,6 +34,8 @@ class Rows:
     before; slots before those are seen by every row. M is 0 but for a draft's levels."""
     features: Tensor | None = None
     """[N, E]: what a draft model reads beside the tokens, see `foretell.models.draft`."""
+    is_eager: bool = False
+    """Take no compiled pass, which holds one sequence."""
 
     @classmethod
     def chain(cls, region: Region, token_ids: Sequence[int], features: Tensor | None = None) -> Rows:

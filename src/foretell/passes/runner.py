@@ -98,9 +98,9 @@ class Runner:
         layer_bytes = shape.slot_bytes // shape.num_layers
         return layer_bytes * ((shape.num_layers - num_local) * num_slots + num_local * num_local_slots)
 
-    def padded(self, num_rows: int, num_sequences: int = 1) -> int:
+    def padded(self, num_rows: int, num_sequences: int = 1, *, is_eager: bool = False) -> int:
         """Return how many rows per sequence a decode pass of `num_rows` really computes."""
-        if self.compiled is not None:
+        if self.compiled is not None and not is_eager:
             bucket = self.compiled.num_rows(num_rows)
             if bucket is not None:
                 return bucket
@@ -114,11 +114,12 @@ class Runner:
 
         A compiled pass takes one sequence. Slots for the padded rows must be reserved.
         """
-        num_rows = self.padded(max(len(rows.token_ids) for rows in sequences), len(sequences))
+        is_eager = any(rows.is_eager for rows in sequences)
+        num_rows = self.padded(max(len(rows.token_ids) for rows in sequences), len(sequences), is_eager=is_eager)
         regions = _regions(sequences)  # [L, B, 2 * G, C, D]
         num_prefix = self._put_prefix(sequences, num_rows, regions)
         batch = self._embed_prompts(self._packer.pack(sequences, num_rows, num_prefix))
-        if self.compiled is not None and self.compiled.num_rows(num_rows) == num_rows:
+        if self.compiled is not None and not is_eager and self.compiled.num_rows(num_rows) == num_rows:
             return self.compiled(batch, regions)
         hidden = self._forward(batch, regions)  # [B * N, E]
         logits = self.model.logits(hidden)  # [B * N, V]

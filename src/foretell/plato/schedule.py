@@ -1,0 +1,186 @@
+"""Decide which parts are written when, and how many tokens each may take: events in, launches out, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from foretell.plato.events import PartEnd
+from foretell.plato.plan import MAX_PARTS, Part, Plan
+
+_FLOOR: Final = 48
+"""Tokens of a paragraph of three short sentences: with less a part cannot say anything."""
+
+_CAP: Final = 2
+"""A part may take at most this many times an equal share of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A part to be started now."""
+
+    part: Part
+    max_new_tokens: int
+    needs_all: tuple[int, ...]
+    """Written parts that it builds on, directly or through others, ascending."""
+    lost: tuple[int, ...]
+    """Parts that it builds on and that failed, ascending."""
+    primary: int | None
+    """The one of these whose sequence it goes on from; those that this sequence does not hold are quoted."""
+
+
+class Schedule:
+    """The state of a planned answer's parts: waiting, running or ended.
+
+    Call `start` after every event; whatever can run then runs. A part can run when all that it needs has ended, with
+    whatever reason: a part that failed holds up nobody. Of those that can run, the one with the longest chain of parts
+    waiting for it comes first, then the smaller id; all are estimated equally long, so chains are counted in parts.
+
+    Tokens: what is left is shared equally by the parts not started yet, each getting at least 48 tokens as long as so
+    many are left for every other, and at most twice an equal share of the whole. What a part leaves over goes back.
+    While the plan is being written it is taken to have `max_parts` parts, so that none still to be planned runs short.
+    Where that makes early parts too short, `extend` gives them more once it is known how many parts there are.
+
+    Args:
+        max_parallel: most parts that run at once.
+        max_answer_tokens: of all parts together. Once they are used up, no further part starts.
+        max_parts: most parts of the plan.
+        is_pipelined: whether parts start while the plan is being written.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_parallel: int,
+        max_answer_tokens: int,
+        max_parts: int = MAX_PARTS,
+        is_pipelined: bool = True,
+    ) -> None:
+        assert max_parallel >= 1
+        assert max_answer_tokens >= 1
+        self._max_parallel = max_parallel
+        self._max_answer_tokens = max_answer_tokens
+        self._num_parts = max_parts
+        self._can_start = is_pipelined
+        self._parts: list[Part] = []
+        self._granted: dict[int, int] = {}
+        """Tokens that each running part may take."""
+        self._written: dict[int, int] = {}
+        """Tokens that each ended part took."""
+        self._lost: set[int] = set()
+        self._held: dict[int, tuple[int, ...]] = {}
+        """Parts whose text each started part's sequence holds, its own included."""
+        self._num_left = max_answer_tokens
+        self._is_plan_ended = False
+        self._is_closed = False
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Ids of the parts being written, ascending."""
+        return tuple(sorted(self._granted))
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ids of the parts not started, ascending; after `expire` or `cancel` they stay so."""
+        return tuple(part.id for part in self._parts if part.id not in self._held)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing runs and nothing will."""
+        is_short = self._is_closed or not self._num_left
+        return not self._granted and (is_short or (self._is_plan_ended and not self.waiting))
+
+    def add(self, part: Part) -> None:
+        """Take a part of the plan; ids ascend without gaps."""
+        assert part.id == len(self._parts) + 1 <= self._num_parts
+        assert not self._is_plan_ended
+        self._parts.append(part)
+
+    def end_plan(self) -> None:
+        """Learn that no more parts will come."""
+        self._is_plan_ended = self._can_start = True
+        self._num_parts = len(self._parts)
+
+    def start(self) -> list[Launch]:
+        """Return what is to be started now, most urgent first; from here on it counts as running."""
+        if self._is_closed or not self._can_start:
+            return []
+        chains = self._chains()
+        ready = [part for part in self._parts if part.id not in self._held and self._written.keys() >= set(part.needs)]
+        ready.sort(key=lambda part: (-chains[part.id], part.id))
+        room = self._max_parallel - len(self._granted)
+        return [self._launch(part) for part in ready[:room] if self._num_left]
+
+    def extend(self, part_id: int) -> int:
+        """Return how many more tokens a running part that took all it was given may take; 0 if it must end."""
+        if self._is_closed:
+            return 0
+        more = min(self._cap - self._granted[part_id], self._num_left // (self._num_unstarted + 1))
+        self._granted[part_id] += more
+        self._num_left -= more
+        return more
+
+    def end(self, part_id: int, num_tokens: int, reason: PartEnd) -> None:
+        """Learn that a part has ended, and how many tokens it took: at most what it was given counts.
+
+        Once cancelled, ends are ignored: they may be on their way already.
+        """
+        if part_id not in self._granted:
+            assert self._is_closed
+            return
+        granted = self._granted.pop(part_id)
+        self._written[part_id] = min(num_tokens, granted)
+        self._num_left += granted - self._written[part_id]
+        if reason == "failed":
+            self._lost.add(part_id)
+
+    def expire(self) -> None:
+        """Start nothing from now on; what runs may end."""
+        self._is_closed = True
+
+    def cancel(self) -> tuple[int, ...]:
+        """Start nothing from now on, and return the running parts, which the caller stops; none counts as running."""
+        stopped = self.running
+        self._granted.clear()
+        self._is_closed = True
+        return stopped
+
+    @property
+    def _num_unstarted(self) -> int:
+        return self._num_parts - len(self._held)
+
+    @property
+    def _cap(self) -> int:
+        return max(_FLOOR, _CAP * self._max_answer_tokens // self._num_parts)
+
+    def _chains(self) -> dict[int, int]:
+        """Return for each part the length of the longest chain of known parts that begins with it."""
+        chains = {part.id: 1 for part in self._parts}
+        for part in reversed(self._parts):
+            for need in part.needs:
+                chains[need] = max(chains[need], chains[part.id] + 1)
+        return chains
+
+    def _launch(self, part: Part) -> Launch:
+        needs = Plan(tuple(self._parts)).ancestors(part.id)
+        written = tuple(need for need in needs if need not in self._lost)
+        max_new_tokens = self._grant()
+        self._granted[part.id] = max_new_tokens
+        self._num_left -= max_new_tokens
+        self._held[part.id] = (*written, part.id)
+        lost = tuple(need for need in needs if need in self._lost)
+        return Launch(part, max_new_tokens, written, lost, self._primary(written))
+
+    def _grant(self) -> int:
+        share = self._num_left // self._num_unstarted
+        num_kept = (self._num_unstarted - 1) * min(_FLOOR, share)
+        return min(max(share, _FLOOR), self._cap, self._num_left - num_kept)
+
+    def _primary(self, written: Sequence[int]) -> int | None:
+        """Return the part whose sequence saves most: of all that is needed, it holds the most tokens."""
+
+        def num_held(part_id: int) -> int:
+            return sum(self._written[held] for held in self._held[part_id])
+
+        return max(written, key=lambda part_id: (num_held(part_id), -part_id), default=None)

@@ -1,13 +1,17 @@
-"""A tiny random model on disk whose tokens are bytes, and the body of a tiny draft."""
+"""A tiny random model on disk whose tokens are bytes, a tokenizer of letters, and the body of a tiny draft."""
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretell.models.config import FULL, SLIDING, ModelConfig
+
+if TYPE_CHECKING:
+    from foretell.text.tokenizer import Tokenizer as ForetellTokenizer
 
 EOS = 2
 CHAT_TEMPLATE = (
@@ -51,6 +55,21 @@ def save_model(folder: Path, **fields: Any) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**shape, **fields})).save_pretrained(folder)
     return folder
+
+
+def letters(vocab_size: int, *special_ids: int) -> ForetellTokenizer:
+    """Return a tokenizer whose ids are letters and digits in order, but for special ones."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from foretell.text.tokenizer import Tokenizer as ForetellTokenizer
+
+    symbols = iter(string.ascii_letters + string.digits + "-,;.!?")
+    vocab = {f"<|{at}|>" if at in special_ids else next(symbols): at for at in range(vocab_size)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(f"<|{at}|>", special=True) for at in special_ids])
+    return ForetellTokenizer(backend)
 
 
 def draft_body(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,12 +81,18 @@ class SamplingParams:
     draft; greedy, they are `match`. `typical` is lossy."""
     allow_lossy: bool = False
     """Allow a verification that changes what the model says; it chooses none."""
+    json_schema: str | Mapping[str, Any] | None = None
+    """JSON Schema that the output follows, as JSON or a mapping; kept as JSON. Needs llguidance."""
+    regex: str | None = None
+    """Regular expression that the whole output matches, in the syntax of Rust's regex crate. Needs llguidance."""
     logprobs: int | None = None
     """Report each emitted token's log-probability, and those of this many most likely tokens."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         self._check_types()
         self._check_ranges()
         self._check_contradictions()
@@ -94,6 +101,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, with no noise."""
         return self.temperature == 0.0
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a schema or an expression says what the output may be."""
+        return self.json_schema is not None or self.regex is not None
 
     def _check_types(self) -> None:
         for name in _WHOLE:
@@ -106,6 +118,8 @@ class SamplingParams:
                 raise ConfigError(f"`{name}` must be a number, got {value!r}")
         if not isinstance(self.allow_lossy, bool):
             raise ConfigError(f"`allow_lossy` must be True or False, got {self.allow_lossy!r}")
+        if not isinstance(self.regex, str | None):
+            raise ConfigError(f"`regex` must be text, got {self.regex!r}")
         try:
             is_fine = (
                 all(isinstance(stop, str) for stop in self.stop)
@@ -164,6 +178,10 @@ class SamplingParams:
             raise ConfigError(
                 f"`min_new_tokens` ({self.min_new_tokens}) is above `max_new_tokens` ({self.max_new_tokens}): lower it"
             )
+        if self.json_schema is not None and self.regex is not None:
+            raise ConfigError("`json_schema` and `regex` were both given: drop one of them")
+        if self.is_constrained and self.ignore_eos:
+            raise ConfigError("`ignore_eos` goes on past the end that `json_schema` or `regex` asks for: drop one")
         if self.verification == "typical" and not self.allow_lossy:
             raise ConfigError(
                 "`verification`='typical' changes what the model says: allow it (`allow_lossy`, `--allow-lossy`), "
@@ -187,6 +205,18 @@ class SamplingParams:
 def _at_least(name: str, value: float, limit: float) -> None:
     if not (value >= limit and math.isfinite(value)):
         raise ConfigError(f"`{name}` must be at least {limit}, got {value!r}")
+
+
+def _schema_text(schema: object) -> str:
+    """Return a JSON Schema as JSON."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"`json_schema` is not JSON ({error}): give a mapping, or its JSON") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"`json_schema` must be a JSON object, got {text[:60]}: `{{}}` allows any value")
+    return text
 
 
 def _is_whole(value: object) -> bool:

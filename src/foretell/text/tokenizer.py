@@ -126,6 +126,10 @@ class Tokenizer:
         """Return the ids' text; bytes that are no valid UTF-8 become "�", unknown ids nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def definition(self) -> str:
+        """Return the tokenizer as the text of a `tokenizer.json`."""
+        return str(self._backend.to_str())
+
     def token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it ("Ġhello", "<0x0A>"), None for an unknown id."""
         token: str | None = self._backend.id_to_token(token_id)

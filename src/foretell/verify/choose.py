@@ -12,6 +12,7 @@ from torch import Tensor
 from foretell.errors import NumericsError
 from foretell.params import SamplingParams
 from foretell.result import TokenLogprobs
+from foretell.verify.constraint import Constraint
 from foretell.verify.filters import keep_top_k
 from foretell.verify.noise import gumbel_noise_array, loud_ids
 from foretell.verify.processors import Law, Processors
@@ -22,7 +23,7 @@ _HEAD_NATS = 2.0
 
 
 class TokenChooser:
-    """Draws the tokens of one sequence, one row of logits at a time; keeps no state between draws.
+    """Draws the tokens of one sequence, one row of logits at a time; keeps no state that decides.
 
     A token is a function of the row, the tokens before it and (seed, sequence key): no generator is consumed, so rows
     of a draft tree can be visited in any number and order.
@@ -37,6 +38,7 @@ class TokenChooser:
         seed: int | None,
         sequence_key: int,
         vocab_size: int,
+        constraint: Constraint | None = None,
     ) -> None:
         """Check `params` against the vocabulary.
 
@@ -47,6 +49,7 @@ class TokenChooser:
             seed: key of the noise, at least 0; None only when greedy.
             sequence_key: number of the sample or branch, which has noise of its own.
             vocab_size: number of valid ids; rows may be wider.
+            constraint: of this sequence, where `params` ask for one.
 
         Raises:
             ConfigError: an id in `logit_bias`, `bad_words_ids` or `stop_token_ids` is not below `vocab_size`.
@@ -54,7 +57,11 @@ class TokenChooser:
         assert params.is_greedy or seed is not None
         self.vocab_size = vocab_size
         self._processors = Processors(
-            params, num_prompt_tokens=num_prompt_tokens, eos_ids=eos_ids, vocab_size=vocab_size
+            params,
+            num_prompt_tokens=num_prompt_tokens,
+            eos_ids=eos_ids,
+            vocab_size=vocab_size,
+            constraint=constraint,
         )
         self._is_greedy = params.is_greedy
         self._seed = 0 if seed is None else seed

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretell.errors import ConfigError
 from foretell.params import SamplingParams
+from foretell.verify.constraint import Constraint
 from foretell.verify.edits import (
     Context,
     add_logit_bias,
@@ -60,17 +61,23 @@ class Law:
 class Processors:
     """The sampling parameters of one request, made ready to be applied to one row of logits after another.
 
-    The order is transformers': bias, penalties, bans, the caller's own processors; then, when sampling, temperature,
-    top-k, top-p, min-p, typical. Every row is processed with its own context, so at a node of a draft tree the
-    penalties see the path to that node (vllm#6718). Nothing is kept from one row to the next, unless a caller's own
-    processor does so.
+    The order is transformers': bias, penalties, bans, the caller's own processors, the constraint; then, when sampling,
+    temperature, top-k, top-p, min-p, typical. Every row is processed with its own context, so at a node of a draft tree
+    penalties and constraint see the path to that node (vllm#6718). Nothing that decides is kept from one row to the
+    next, unless a caller's own processor does so.
 
     Differs from transformers in two ways, both on purpose: `bad_words_ids` may ban an EOS id, and top-p keeps ties (see
     `filters`).
     """
 
     def __init__(
-        self, params: SamplingParams, *, num_prompt_tokens: int, eos_ids: Iterable[int], vocab_size: int
+        self,
+        params: SamplingParams,
+        *,
+        num_prompt_tokens: int,
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        constraint: Constraint | None = None,
     ) -> None:
         """Check the ids that `params` names, and gather what there is to do.
 
@@ -79,27 +86,30 @@ class Processors:
             num_prompt_tokens: how many of each context's first tokens are the prompt.
             eos_ids: the model's EOS ids; those at or above `vocab_size` can't be chosen and are passed over.
             vocab_size: number of valid ids. Rows may be wider, for alignment; the rest is never looked at.
+            constraint: of this sequence, where `params` ask for one.
 
         Raises:
             ConfigError: an id in `logit_bias`, `bad_words_ids` or `stop_token_ids` is not below `vocab_size`.
         """
         assert vocab_size > 0
+        assert params.is_constrained == (constraint is not None)
         _check_ids("logit_bias", params.logit_bias, vocab_size)
         _check_ids("bad_words_ids", (token_id for word in params.bad_words_ids for token_id in word), vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         self.params = params
         self.vocab_size = vocab_size
         self._num_prompt_tokens = num_prompt_tokens
+        self._constraint = constraint
         self._edits = _edits(params, [token_id for token_id in eos_ids if token_id < vocab_size])
         self._filters = _filters(params)
 
     @property
     def has_edits(self) -> bool:
         """Whether anything but temperature and filters applies: only then can a row's best token change."""
-        return bool(self._edits or self.params.logits_processors)
+        return bool(self._edits or self.params.logits_processors or self._constraint)
 
     def edit(self, logits: Tensor, context_ids: Sequence[int]) -> Scores:
-        """Return the row after biases, penalties, bans and the caller's processors: float32 [V], on the CPU.
+        """Return the row after biases, penalties, bans, processors and constraint: float32 [V], on the CPU.
 
         Args:
             logits: [V] or wider, any float dtype and device; left as it is. May share memory with the result.
@@ -107,6 +117,7 @@ class Processors:
 
         Raises:
             NumericsError: the row holds NaN or +inf, or everything in it is -inf; before, or because of, processing.
+            ConfigError: the constraint has grown beyond limits.
         """
         scores = read_scores(logits, self.vocab_size, is_copy=self.has_edits)  # [V]
         if not self.has_edits:
@@ -119,7 +130,8 @@ class Processors:
         for processor in self.params.logits_processors:
             scores = call_logits_processor(scores, context, processor, logits.device)  # [V]
         check_scores(scores, "after `logit_bias`, penalties, bans and logits processors")
-        return scores
+        # Last, so that no other score brings back what it forbids.
+        return scores if self._constraint is None else self._constraint.narrow(scores, context)
 
     def candidates(self, logits: Tensor, context_ids: Sequence[int]) -> Candidates:
         """Return what the row leaves to draw from, after temperature and filters; greedy, the best id alone.
@@ -130,8 +142,12 @@ class Processors:
         if self.params.is_greedy:
             best = np.array([scores.argmax()])  # [1], the first among equals
             return Candidates(ids=best, scores=scores[best])
-        scores = apply_temperature(scores, self.params.temperature)  # [V]
         ids: Indices | None = None
+        if self._constraint is not None:  # it often leaves a handful: filters and noise need not look at the others
+            possible = np.flatnonzero(scores > -np.inf)  # [K]
+            if len(possible) < len(scores) / 4:
+                ids, scores = possible, scores[possible]  # [K], [K]
+        scores = apply_temperature(scores, self.params.temperature)  # [V] or [K]
         for keep in self._filters:
             kept = keep(scores)  # [K]
             ids, scores = (kept if ids is None else ids[kept]), scores[kept]  # [K], [K]

@@ -39,6 +39,7 @@ from foretell.prompt import Prompt, encode_prompt, prompt_list
 from foretell.result import Chunk, Completion
 from foretell.text.tokenizer import Message, Tokenizer
 from foretell.verify.choose import TokenChooser
+from foretell.verify.constraint import Grammars
 from foretell.verify.rule import Rule, make_rule
 
 MAX_BATCH = 32
@@ -91,6 +92,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(files.folder)
         model_ = load_model(files.folder, dtype=torch_dtype, device=torch_device)
         self.config: ModelConfig = model_.config
+        self._grammars = Grammars(self.tokenizer, self.config.eos_ids)
         self.generation_defaults = generation_defaults(read_generation_config(files.folder))
         self.drafter = drafter
         self._corpus = read_corpus(corpus, self.tokenizer)
@@ -169,8 +171,8 @@ class LLM:
         Raises:
             InputError: a prompt is empty.
             CapacityError: a prompt does not fit the context.
-            ConfigError: a parameter names an id beyond the vocabulary, the drafter is unknown, or it does not draw what
-                the verification tests.
+            ConfigError: a parameter names an id beyond the vocabulary, the drafter is unknown or does not draw what the
+                verification tests, or `json_schema` or `regex` cannot be followed.
         """
         sampling = sampling or SamplingParams()
         waiting = [encode_prompt(prompt, self.tokenizer) for prompt in prompt_list(prompts)]
@@ -334,6 +336,7 @@ class LLM:
             seed=seed,
             sequence_key=sample,
             vocab_size=self.config.vocab_size,
+            constraint=self._grammars.constraint(sampling),
         )
         rule = make_rule(sampling, chooser, seed, sample)
         return Request(

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from foretell.drafters.combined import CombinedDrafter
 from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.drafters.prompts import PromptsDrafter
 from foretell.engine import drafting
-from foretell.engine.prompting import Prompting
+from foretell.engine.prompting import Prompting, Use, known_ranks, use_of
 from foretell.hardware.profile import LatencyProfile
 from foretell.hardware.prompt_policy import GuessRanks
 from foretell.hardware.prompt_rows import PromptWorth, RowPurchase
@@ -27,6 +28,7 @@ POLICIES = ("canonical", "copy")
 GREEDY = SamplingParams(max_new_tokens=24)
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=1.3, seed=5)
 GUESSES = frozenset({"guesses"})
+ALONE = Use("prompts", False, 1.0)
 
 
 def tokens_of(lab: Any, num_chains: int = 1, *, is_sampled: bool = False, num_slots: int = 3) -> PromptTokens:
@@ -233,7 +235,7 @@ def test_what_was_measured_before_does_not_decide_a_lossy_draft(lab: Any) -> Non
         request = replace(request, rule=make_rule(params, request.chooser, 5, 0))
         if is_measured:
             for _ in range(100):
-                engine.prompting.record("prompts (sampled)", 1000, 1.0)
+                engine.prompting.record(replace(ALONE, is_sampled=True), 1000, 1.0)
         run = lab.run(engine, request)
         outputs.append(run.sequence.token_ids)
         rows.append(run.sequence.stats.num_rows)
@@ -244,25 +246,36 @@ def test_what_was_measured_before_does_not_decide_a_lossy_draft(lab: Any) -> Non
 def test_the_measured_rate_takes_over_by_and_by(lab: Any) -> None:
     prompting = Prompting(tokens_of(lab), lab.VOCAB_SIZE)
     pass_s = [1.0 + 0.05 * row for row in range(8)]
-    before = prompting.worth(pass_s, "prompts")
+    before = prompting.worth(pass_s, ALONE)
     assert before == prompting.policy(pass_s).worth
     for _ in range(500):
-        prompting.record("prompts", 3, 1.0)
-    assert before.tokens_per_s < prompting.worth(pass_s, "prompts").tokens_per_s < 3.0
-    assert prompting.worth(pass_s, "prompts").values == before.values
-    assert prompting.worth(pass_s, "prompts (sampled)") == before
+        prompting.record(ALONE, 3, 1.0)
+    assert before.tokens_per_s < prompting.worth(pass_s, ALONE).tokens_per_s < 3.0
+    assert prompting.worth(pass_s, ALONE).values == before.values
+    assert prompting.worth(pass_s, replace(ALONE, is_sampled=True)) == before
 
 
-def test_guesses_beside_other_drafts_are_worth_what_they_bring(lab: Any) -> None:
+def test_guesses_beside_other_drafts_are_worth_less(lab: Any) -> None:
     prompting = Prompting(tokens_of(lab), lab.VOCAB_SIZE)
     pass_s = [1.0 + 0.05 * row for row in range(8)]
-    alone = prompting.worth(pass_s, "prompts").values
-    assert alone[1] > prompting.worth(pass_s, "all").values[1] > 0
-    for gain in (0.0, alone[1]):
-        for _ in range(400):
-            prompting.record_gain("all", pass_s, 1, gain)
-        assert prompting.worth(pass_s, "all").values == pytest.approx(
-            [gain / alone[1] * value for value in alone], abs=1e-4
-        )
-    assert sum(prompting.is_due("all") for _ in range(40)) == 10
-    assert not any(prompting.is_due("prompts") for _ in range(40))
+    alone = prompting.worth(pass_s, ALONE).values
+    for use in (Use("all", False, 0.3), Use("all", True, 0.1)):
+        assert prompting.worth(pass_s, use).values == tuple(use.share * value for value in alone)
+    engine = engine_of(lab, tokens_of(lab))
+    shares = []
+    for drafter in (drafter_of(lab, tokens_of(lab)), CombinedDrafter([drafter_of(lab, tokens_of(lab))], "all")):
+        sequence = engine.start(lab.request(lab.prompt(0), drafter))
+        shares.append(use_of(sequence).share)
+        engine.finish(sequence)
+    assert shares[0] == 1.0 > shares[1] > 0
+
+
+def test_ranks_that_a_tuning_found_decide(lab: Any) -> None:
+    tokens = tokens_of(lab)
+    kept = {"digest": tokens.digest, "counts": np.zeros_like(tokens.ranks.counts).tolist()}
+    found = known_ranks(kept, tokens)
+    assert found is not None
+    pass_s = [1.0 + 0.05 * row for row in range(8)]
+    assert Prompting(tokens, lab.VOCAB_SIZE, found).policy(pass_s).tokens_per_pass < 1.1
+    for other in ({}, kept | {"digest": "another"}, kept | {"counts": [[1]]}):
+        assert known_ranks(other, tokens) is None

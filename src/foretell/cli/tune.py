@@ -11,7 +11,15 @@ import typer
 
 from foretell.cli.next_ids import Wish, provide_next_ids
 from foretell.cli.options import EngineOptions, JsonOption, spread
-from foretell.cli.tune_prompts import AddedBytes, SizedRun, added_bytes, draw_sizes, sizes_table, sweep_sizes
+from foretell.cli.tune_prompts import (
+    AddedBytes,
+    SizedRun,
+    added_bytes,
+    draw_sizes,
+    learn_ranks,
+    sizes_table,
+    sweep_sizes,
+)
 from foretell.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from foretell.llm import LLM
     from foretell.params import SamplingParams
     from foretell.result import Completion, Stats
+    from foretell.train.guess_ranks import Text
 
 CONTEXTS: Final = (128, 512, 1024, 2048, 4096, 8192)
 MAX_PROMPT_TOKENS: Final = 1024
@@ -104,12 +113,16 @@ def tune(
     exactness = compare_rows(runner, _test_text(llm, prompts))
     table = provide_next_ids(llm, next_ids)
     announce("decoding the built-in prompts plainly and with drafts")
-    verdict = _calibrate(llm, profile, prompts)
-    runs, added = [], None
+    texts: list[Text] = []
+    verdict = _calibrate(llm, profile, prompts, texts)
+    runs, added, ranks = [], None, {}
     if llm.prompts is not None:
+        learned = learn_ranks(llm, texts)
+        ranks = learned.kept
         added = added_bytes(llm)
         announce("decoding them with prompt tokens under limits of rows")
-        runs = sweep_sizes(llm, profile, prompts, SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True))
+        sampling = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+        runs = sweep_sizes(llm, profile, prompts, sampling, learned.by_text)
     compiled = runner.compiled
     compiled_bytes = compiled.num_bytes if isinstance(compiled, CompiledPasses) else 0
     profile = replace(
@@ -117,6 +130,7 @@ def tune(
         is_bit_exact=exactness.is_bit_exact,
         largest_gap=exactness.largest_gap,
         calibration=llm.engine.calibration.to_json(),
+        guess_ranks=ranks,
     )
     file = llm.profile_store.save(profile)
     if plot is not None:
@@ -162,11 +176,15 @@ def _test_text(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[int]:
     return text[: min(NUM_TEST_TOKENS, llm.engine.runner.context_tokens)]
 
 
-def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]]) -> Verdict:
-    """Decode each prompt with and without drafts under the measured profile; the engine learns as it goes."""
+def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]], texts: list[Text]) -> Verdict:
+    """Decode each prompt with and without drafts under the measured profile; the engine learns as it goes.
+
+    What was said is appended to `texts`.
+    """
     from foretell.drafters.calibration import Calibration
     from foretell.engine.engine import Engine
     from foretell.params import SamplingParams
+    from foretell.train.guess_ranks import Text
 
     calibration = Calibration()
     llm.engine = Engine(llm.engine.runner, profile, calibration, llm.engine.commit_policy, llm.engine.prompting)
@@ -179,6 +197,7 @@ def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]]) 
         (completion,) = llm.generate(prompt, sampling, drafter="all")
         plain.append(expected.stats)
         drafted.append(completion.stats)
+        texts.append(Text([*prompt, *expected.token_ids], len(prompt)))
         num_different += completion.token_ids != expected.token_ids
         if llm.draft is not None:
             undrafted.append(_without_draft(llm, prompt, sampling).stats)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.table import Table
 
     from foretell.hardware.profile import LatencyProfile
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from foretell.llm import LLM
     from foretell.params import SamplingParams
     from foretell.result import Stats
+    from foretell.train.guess_ranks import Text
+
+_PRIOR_PLACES: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class SizedRun:
 
     max_rows: int
     predicted_tokens_per_pass: float
-    """By the policy, from how good guesses were on text that was held out."""
+    """By the policy's trees, from how good guesses are on the same texts."""
     predicted_tokens_per_s: float
     """The same, by measured T(N) and the host time that drafting took."""
     tokens_per_pass: float
@@ -55,17 +60,32 @@ class SizedRun:
 
 
 def sweep_sizes(
-    llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]], sampling: SamplingParams
+    llm: LLM,
+    profile: LatencyProfile,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    by_text: Sequence[NDArray[np.int64]],
 ) -> list[SizedRun]:
-    """Decode prompts with prompt tokens under every limit of rows that was measured; limits take turns."""
-    from foretell.drafters.calibration import Calibration
+    """Decode prompts with prompt tokens under every limit of rows that was measured; limits take turns.
+
+    A round before teaches the acceptance estimates, which all limits share.
+
+    Args:
+        llm: its engine knows how good guesses are here, see `learn_ranks`.
+        profile: measured T(N).
+        prompts: what to answer.
+        sampling: how.
+        by_text: ranks of what the target said to these prompts.
+    """
     from foretell.engine.engine import Engine
 
     before = llm.engine
     prompting = before.prompting
     assert prompting is not None
+    for prompt in prompts:
+        llm.generate(prompt, sampling, drafter="prompts")
     engines = {
-        limited.max_rows: Engine(before.runner, limited, Calibration(), before.commit_policy, prompting)
+        limited.max_rows: Engine(before.runner, limited, before.calibration, before.commit_policy, prompting)
         for limited in (_limited(profile, size) for size in range(1, len(profile.num_rows) + 1))
     }
     taken: dict[int, list[Stats]] = {max_rows: [] for max_rows in engines}
@@ -77,10 +97,51 @@ def sweep_sizes(
     finally:
         llm.engine = before
     context = sum(map(len, prompts)) // len(prompts) + sampling.max_new_tokens // 2
-    return [
-        _sized_run(max_rows, prompting.policy(engine.profile.curve(context)), engine.profile.curve(context), stats)
-        for (max_rows, engine), stats in zip(engines.items(), taken.values(), strict=True)
-    ]
+    runs = []
+    for (max_rows, engine), stats in zip(engines.items(), taken.values(), strict=True):
+        curve = engine.profile.curve(context)
+        policy = prompting.policy(curve)
+        runs.append(_sized_run(max_rows, policy, policy.replay(prompting.ranks, by_text), curve, stats))
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedRanks:
+    """How good guesses are on what the target said here."""
+
+    by_text: list[NDArray[np.int64]]
+    """For every place the ranks of what followed, [A, m]."""
+    kept: dict[str, Any]
+    """What the profile keeps."""
+
+
+def learn_ranks(llm: LLM, texts: Sequence[Text]) -> LearnedRanks:
+    """Rank what the target said among the guesses, and let the engine decide by it.
+
+    What held-out text said after training counts as much as `_PRIOR_PLACES` of these places.
+    """
+    from foretell.engine.engine import Engine
+    from foretell.engine.prompting import Prompting, known_ranks
+    from foretell.train.guess_ranks import count_ranks, rank_texts
+
+    prompting, model = llm.engine.prompting, llm.engine.runner.model
+    assert prompting is not None
+    tokens = prompting.tokens
+    before = tokens.ranks.counts
+    prior = before * (_PRIOR_PLACES / max(1, int(before.sum())))
+    by_text = rank_texts(tokens, model, texts)
+    counts = count_ranks(by_text, tokens.num_slots) + prior.round().astype(int)
+    kept = {"digest": tokens.digest, "counts": counts.tolist()}
+    ranks = known_ranks(kept, tokens)
+    engine = llm.engine
+    llm.engine = Engine(
+        engine.runner,
+        engine.profile,
+        engine.calibration,
+        engine.commit_policy,
+        Prompting(tokens, model.config.vocab_size, ranks),
+    )
+    return LearnedRanks(by_text, kept)
 
 
 def added_bytes(llm: LLM) -> AddedBytes:
@@ -144,7 +205,9 @@ def _limited(profile: LatencyProfile, num_sizes: int) -> LatencyProfile:
     )
 
 
-def _sized_run(max_rows: int, policy: PromptPolicy, curve: Sequence[float], stats: Sequence[Stats]) -> SizedRun:
+def _sized_run(
+    max_rows: int, policy: PromptPolicy, tokens_per_pass: float, curve: Sequence[float], stats: Sequence[Stats]
+) -> SizedRun:
     num_passes = sum(each.num_passes for each in stats)
     num_tokens = sum(each.num_output_tokens - each.num_first_tokens for each in stats)
     decode_s = sum(each.decode_s for each in stats)
@@ -154,8 +217,8 @@ def _sized_run(max_rows: int, policy: PromptPolicy, curve: Sequence[float], stat
     )
     return SizedRun(
         max_rows=max_rows,
-        predicted_tokens_per_pass=policy.tokens_per_pass,
-        predicted_tokens_per_s=policy.tokens_per_pass / (pass_s + draft_s),
+        predicted_tokens_per_pass=tokens_per_pass,
+        predicted_tokens_per_s=tokens_per_pass / (pass_s + draft_s),
         tokens_per_pass=sum(each.num_output_tokens for each in stats) / num_passes,
         tokens_per_s=num_tokens / decode_s if decode_s > 0 else 0.0,
         rows_per_pass=sum(each.num_rows for each in stats) / num_passes,

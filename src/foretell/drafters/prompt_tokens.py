@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from torch import Tensor
 
@@ -67,6 +68,11 @@ class PromptTokens:
     def num_prefix(self) -> int:
         """Slots of the prefix, P; 0 without one."""
         return 0 if self.prefix is None else self.prefix.shape[2]
+
+    @property
+    def digest(self) -> str:
+        """Tells these prompt tokens from others."""
+        return sha256(self.embeddings.float().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def ids(self, vocab_size: int) -> PromptIds:
         """Return their ids, behind the vocabulary."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.drafter import DrawingDrafter, Proposal
-from foretell.engine.prompting import PROMPTS, Prompting, use_of
+from foretell.engine.prompting import Prompting, use_of
 from foretell.engine.sequence import DecodingSequence
 from foretell.hardware.budget import buy
 from foretell.hardware.profile import LatencyProfile
@@ -162,10 +162,6 @@ class Drafting:
         worth = prompting.worth(curve, use_of(sequence)) if is_free else prompting.policy(curve).worth
         order = best_first(tree)
         purchase = _purchase(tree, order, curve, draft_s, worth, num_certain)
-        if is_free and sequence.num_guesses and prompting.is_due(use_of(sequence)):
-            others = _without(PROMPTS, tree, order, num_certain)
-            without = _purchase(others, best_first(others), curve, draft_s, worth, num_certain)
-            prompting.record_gain(use_of(sequence), curve, sequence.num_guesses, purchase.gain - without.gain)
         nodes = sorted(range(len(purchase.num_prompts)), key=order.__getitem__)
         kept = subtree(tree, order[: len(purchase.num_prompts)])
         return self._pack(prompting, sequence, kept, [purchase.num_prompts[place] for place in nodes])
@@ -198,15 +194,6 @@ def _purchase(
     log_accept = [tree.log_accept[node] for node in order]
     parents = [-1, *(places[tree.parents[node]] for node in order[1:])]
     return buy_rows(log_accept, parents, curve, draft_s, worth, num_certain)
-
-
-def _without(source: str, tree: TokenTree, order: Sequence[int], num_certain: int) -> TokenTree:
-    """Return the tree without the drafted nodes from a source and all below them."""
-    kept = set(range(num_certain))
-    for node in order:
-        if tree.sources[node] != source and tree.parents[node] in kept:
-            kept.add(node)
-    return subtree(tree, sorted(kept))
 
 
 def _provisional_tree(sequence: DecodingSequence) -> TokenTree:

@@ -31,6 +31,8 @@ class LatencyProfile:
     """Largest difference between logits of chain rows and plain rows."""
     calibration: dict[str, Any] = field(default_factory=dict)
     """State of the acceptance estimates."""
+    guess_ranks: dict[str, Any] = field(default_factory=dict)
+    """How good the guesses of prompt tokens are: `counts`, see `GuessRanks`, and `digest` of those prompt tokens."""
 
     def __post_init__(self) -> None:
         for counts in (self.contexts, self.num_rows):
@@ -84,6 +86,7 @@ class LatencyProfile:
             "is_bit_exact": self.is_bit_exact,
             "largest_gap": self.largest_gap,
             "calibration": self.calibration,
+            "guess_ranks": self.guess_ranks,
         }
 
     @classmethod
@@ -102,6 +105,7 @@ class LatencyProfile:
                 is_bit_exact=document["is_bit_exact"],
                 largest_gap=float(document["largest_gap"]),
                 calibration=dict(document["calibration"]),
+                guess_ranks=dict(document.get("guess_ranks", {})),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"a latency profile is damaged ({error!r}): run `foretell tune` again") from None

@@ -113,6 +113,32 @@ class PromptPolicy:
             share * purchase.expected_tokens for share, purchase in zip(self.visits, self.purchases, strict=True)
         )
 
+    def replay(self, ranks: GuessRanks, texts: Sequence[NDArray[np.int64]]) -> float:
+        """Return the tokens of a step when texts are decoded by this policy's trees from first place to last.
+
+        In the long run that is `tokens_per_pass`, if guesses were as good behind a miss as elsewhere. They are not.
+
+        Args:
+            ranks: those that the policy was solved for; its trees are theirs.
+            texts: for every place of a text the ranks of what followed, [A, m].
+        """
+        trees = [ranks.tree(state).paths for state in range(len(self.purchases))]
+        num_steps = num_tokens = 0
+        for text in texts:
+            place = state = 0
+            while place < len(text):
+                bought = self.purchases[state].num_prompts
+                found = tuple(text[place].tolist())
+                node = max(
+                    (node for node, path in enumerate(trees[state][: len(bought)]) if path == found[: len(path)]),
+                    key=lambda node: len(trees[state][node]),
+                )
+                place += len(trees[state][node]) + 1
+                state = bought[node]
+                num_steps += 1
+            num_tokens += place
+        return num_tokens / max(1, num_steps)
+
     @property
     def rows_per_pass(self) -> float:
         """Rows of a step in the long run."""

@@ -23,12 +23,10 @@ from foretell.train.checkpoint import load_checkpoint, save_checkpoint
 from foretell.train.distill import choose_kept_ids, distill
 from foretell.train.draft import TargetTensors
 from foretell.train.examples import Batch, Examples
+from foretell.train.guess_ranks import count_ranks, rank_right
 from foretell.train.prompt_module import PromptModule, PromptRecipe
 from foretell.train.schedule import learning_rate_factor
 from foretell.train.text import CHAT, RAW
-
-RANKS: Final = 10
-"""Guesses of a slot that are told apart."""
 
 _DECAY: Final = 0.8
 """A slot's weight in the loss is this much of the one before it (arXiv:2405.18628 §3.2)."""
@@ -220,7 +218,7 @@ def _count_ranks(
     columns = torch.full((len(target.head),), -1, dtype=torch.int64)  # [V], -1 for ids that were not kept
     kept = torch.from_numpy(state.kept_ids) if recipe.has_sampler else torch.arange(len(target.head))
     columns[kept] = torch.arange(len(kept))
-    counts = torch.zeros([RANKS + 1] * num_slots, dtype=torch.int64)
+    ranked = []
     generator = torch.Generator().manual_seed(recipe.seed)
     for batch in examples.batches(examples.held_out(kind)[:max_texts], 8):
         anchors = choose_anchors(batch, recipe.num_anchors, num_slots, generator)
@@ -231,11 +229,9 @@ def _count_ranks(
         ranks = []
         for slot in range(num_slots):
             scores = F.linear(states[:, slot].to(head.dtype), head).float()  # [R, K]
-            own = scores.gather(1, right[:, slot, None].clamp(min=0))  # [R, 1]
-            rank = (scores > own).sum(1).clamp(max=RANKS)  # [R]
-            ranks.append(torch.where(right[:, slot] >= 0, rank, RANKS))
-        counts.index_put_(tuple(ranks), torch.ones(len(states), dtype=torch.int64), accumulate=True)
-    return counts.numpy()
+            ranks.append(rank_right(scores, right[:, slot]))
+        ranked.append(torch.stack(ranks, 1).numpy())  # [R, m]
+    return count_ranks(ranked, num_slots)
 
 
 def _accuracy(counts: NDArray[np.int64]) -> SlotAccuracy:

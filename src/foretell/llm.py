@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from foretell.drafters.prompt_store import load_prompts
 from foretell.engine.engine import CommitPolicy, Engine
 from foretell.engine.kept import Kept
 from foretell.engine.measure import quick_profile
-from foretell.engine.prompting import Prompting
+from foretell.engine.prefixes import PrefixCache
+from foretell.engine.prompting import Prompting, known_ranks
 from foretell.engine.sequence import TARGET, Request
 from foretell.errors import ConfigError
 from foretell.hardware.pages import use_huge_pages
@@ -35,6 +36,9 @@ from foretell.models.load import choose_context, choose_device, choose_dtype, lo
 from foretell.output import OutputText
 from foretell.params import SamplingParams, generation_defaults
 from foretell.passes.runner import Runner, describe_compiled
+from foretell.plato.embedded import answer
+from foretell.plato.events import Answer, Event, last_answer
+from foretell.plato.options import PlatoOptions
 from foretell.prompt import Prompt, encode_prompt, prompt_list
 from foretell.result import Chunk, Completion
 from foretell.text.tokenizer import Message, Tokenizer
@@ -131,7 +135,11 @@ class LLM:
             use_huge_pages()
         profile = known or quick_profile(runner, self.profile_key)
         commit: CommitPolicy = "canonical" if is_cpu and torch_dtype == torch.bfloat16 else "copy"
-        prompting = None if self.prompts is None else Prompting(self.prompts.tokens, self.config.vocab_size)
+        prompting = None
+        if self.prompts is not None:
+            tokens = self.prompts.tokens
+            ranks = None if known is None else known_ranks(known.guess_ranks, tokens)
+            prompting = Prompting(tokens, self.config.vocab_size, ranks)
         self.engine = Engine(runner, profile, calibration, commit, prompting)
 
     @property
@@ -224,6 +232,27 @@ class LLM:
     def conversation(self) -> Conversation:
         """Return a conversation that keeps its keys and values between turns."""
         return Conversation(self)
+
+    def plan_and_generate(self, question: str, options: PlatoOptions | None = None) -> Answer:
+        """Plan an answer and write its independent parts at once (Plato, arXiv:2402.12280).
+
+        Unlike all else here this changes the answer; each part by itself is decoded losslessly.
+
+        Raises:
+            InputError: the question is empty, or the model has no chat template.
+            ConfigError: the library that holds plans to their grammar is not installed.
+            CapacityError: the question does not fit the context.
+        """
+        return last_answer(self.stream_plan(question, options))
+
+    def stream_plan(self, question: str, options: PlatoOptions | None = None) -> Iterator[Event]:
+        """Do what `plan_and_generate` does, yielding what happens as it happens; closing the iterator cancels."""
+        return answer(self, question, options)
+
+    @cached_property
+    def prefixes(self) -> PrefixCache:
+        """Keys and values of prompt beginnings that planned answers share."""
+        return PrefixCache(self.engine)
 
     # Sequences that join and leave between passes, for callers that schedule them
 

@@ -19,8 +19,10 @@ from foretell.cli.bench import bench
 from foretell.cli.chat import chat
 from foretell.cli.demo import demo
 from foretell.cli.doctor import doctor
+from foretell.cli.evaluate import evaluate
 from foretell.cli.generate import generate
 from foretell.cli.options import DebugOption, Invocation
+from foretell.cli.plan import plan
 from foretell.cli.train import train
 from foretell.cli.tune import tune
 from foretell.errors import ConfigError, ForetellError
@@ -33,9 +35,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for command in (generate, chat, demo, tune, bench, doctor):
+for command in (generate, chat, plan, demo, tune, bench, doctor):
     app.command()(command)
 app.add_typer(train)
+app.add_typer(evaluate)
 
 
 def main() -> None:

@@ -1,0 +1,96 @@
+"""`foretell plan`: answer a question part by part, independent parts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from foretell.cli.options import DecodingOptions, JsonOption, spread
+
+if TYPE_CHECKING:
+    from foretell.plato.events import Answer, Event
+    from foretell.plato.options import PlatoOptions
+
+
+@spread
+def plan(
+    question: Annotated[str | None, typer.Argument(help="The question; - or nothing reads stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the question from a UTF-8 file.")] = None,
+    mode: Annotated[
+        Literal["plato", "sot", "sequential"],
+        typer.Option(help="plato: plan, then independent parts at once; sot: no part sees another; sequential: plain."),
+    ] = "plato",
+    force_plan: Annotated[
+        bool, typer.Option("--force-plan", help="Plan even where it is not expected to pay.")
+    ] = False,
+    max_parts: Annotated[int, typer.Option(help="Most parts of a plan.", min=2, max=8)] = 8,
+    max_parallel: Annotated[int, typer.Option(help="Most parts written at once.", min=1)] = 8,
+    visibility: Annotated[
+        Literal["prefix", "full"],
+        typer.Option(help="What a part sees of the plan: the lines up to its own, or, once it is complete, all."),
+    ] = "prefix",
+    headings: Annotated[bool, typer.Option(help="Put each part's title above it.")] = True,
+    backend: Annotated[
+        Literal["embedded", "openai"],
+        typer.Option(help="embedded: this engine; openai: any server that speaks OpenAI's protocol."),
+    ] = "embedded",
+    base_url: Annotated[str | None, typer.Option(help="Address of the server, for the openai backend.")] = None,
+    as_json: JsonOption = False,
+    *,
+    options: DecodingOptions,
+) -> None:
+    """Answer a question part by part, independent parts at once (Plato). Unlike all else here this changes the answer.
+
+    The model plans the answer as parts that build on each other; parts that do not are written at the same time.
+    """
+    from foretell.cli.documents import print_document
+    from foretell.cli.plan_view import show
+    from foretell.cli.prompt import read_prompt
+    from foretell.plato.options import PlatoOptions
+    from foretell.provenance import provenance
+
+    settings = PlatoOptions(
+        mode=mode,
+        max_answer_tokens=options.max_new_tokens or 512,
+        max_parallel=max_parallel,
+        max_parts=max_parts,
+        visibility=visibility,
+        force_plan=force_plan,
+        has_headings=headings,
+        temperature=options.temperature or 0.0,
+        seed=options.seed,
+        drafter=options.drafter,
+    )
+    text = read_prompt(question, file, is_raw=False)
+    answer = show(_events(text, settings, options, backend, base_url), is_quiet=as_json)
+    if as_json:
+        print_document({"answer": answer_document(answer), "provenance": provenance()})
+
+
+def answer_document(answer: Answer) -> dict[str, Any]:
+    """Return an answer as plain data, its ratios included."""
+    document = asdict(answer)
+    if answer.plan is not None:
+        document["plan"] = [asdict(part) for part in answer.plan]
+        document["width"], document["depth"] = answer.plan.width, answer.plan.depth
+    return document | {"tokens_per_s": answer.tokens_per_s, "critical_path": list(answer.critical_path)}
+
+
+def _events(
+    question: str, settings: PlatoOptions, options: DecodingOptions, backend: str, base_url: str | None
+) -> Iterator[Event]:
+    from foretell.errors import ConfigError
+
+    if backend == "embedded":
+        if base_url is not None:
+            raise ConfigError("--base-url has no effect with --backend embedded: add --backend openai, or drop it")
+        return options.load(options.drafter).stream_plan(question, settings)
+    from foretell.plato.remote import stream_remote_plan
+
+    if base_url is None:
+        raise ConfigError("--backend openai needs the server's address: give --base-url")
+    return stream_remote_plan(base_url, options.model, question, settings)

@@ -1,0 +1,399 @@
+"""Planned answers on our own engine: the plan and all parts are sequences that share passes, keys and values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Protocol
+
+from foretell.job import Job
+from foretell.params import SamplingParams
+from foretell.plato.assembly import Assembly
+from foretell.plato.events import (
+    Answer,
+    AnswerText,
+    Event,
+    Finished,
+    PartEnded,
+    PartPlanned,
+    PartResult,
+    PartStarted,
+    PartText,
+    PlanEnded,
+    Routed,
+)
+from foretell.plato.grammar import plan_grammar
+from foretell.plato.options import PlatoOptions
+from foretell.plato.plan import Part, Plan
+from foretell.plato.prompts import PlanPrompts, QuotedPart
+from foretell.plato.reader import PlanReader
+from foretell.plato.router import Route, Router, route_by_rule
+from foretell.plato.schedule import Launch, Schedule
+
+if TYPE_CHECKING:
+    from foretell.cache.kv_cache import Region
+    from foretell.engine.engine import Engine
+    from foretell.engine.prefixes import PrefixCache
+    from foretell.text.tokenizer import Tokenizer
+
+_LINE_TOKENS: Final = 24
+"""Most tokens of a plan's line, on average; a plan has room for 16 more."""
+
+_NEAR_END: Final = 8
+"""Tokens before a part's limit at which it asks for more."""
+
+
+class Host(Protocol):
+    """What runs the sequences; `foretell.LLM` does."""
+
+    tokenizer: Tokenizer
+    engine: Engine
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        """Keys and values of prompt beginnings that answers share."""
+
+    def start(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        drafter: str | None = None,
+        sample: int = 0,
+        reuse: Region | None = None,
+        is_eager: bool = False,
+    ) -> Job:
+        """Prefill a prompt."""
+
+    def step(self, jobs: Sequence[Job]) -> list[Job]:
+        """Run one step of all these jobs."""
+
+    def finish(self, job: Job) -> None:
+        """Give back a job's slots."""
+
+
+@dataclass(eq=False, slots=True)
+class _Branch:
+    """A part and the sequence that writes it."""
+
+    part: Part
+    job: Job
+    result: PartResult
+    holds: frozenset[int]
+    """Parts whose text the sequence holds, its own included."""
+    num_shown: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Planning:
+    """The plan while it is written."""
+
+    job: Job
+    reader: PlanReader
+    router: Router
+    line_ends: dict[int, int] = field(default_factory=dict)
+    """By part, the tokens of the sequence when its line is complete."""
+    num_read: int = 0
+
+
+def answer(
+    llm: Host,
+    question: str,
+    options: PlatoOptions | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Event]:
+    """Answer a question part by part, yielding what happens; the last event has the answer.
+
+    Close the iterator to cancel: all slots are given back at once.
+
+    Args:
+        llm: a model with a chat template.
+        question: what to answer.
+        options: how.
+        clock: seconds, monotonic.
+
+    Raises:
+        InputError: the model has no chat template, or the question is empty.
+        CapacityError: the question leaves no room for an answer.
+
+    Source: arXiv:2402.12280 (Plato); Skeleton-of-Thought, arXiv:2307.15337, as a baseline.
+    """
+    options = options or PlatoOptions()
+    run = _Run(llm, question, options, clock)
+    try:
+        yield from run.events()
+    finally:
+        run.close()
+
+
+class _Run:
+    """One question, until it is answered."""
+
+    def __init__(self, llm: Host, question: str, options: PlatoOptions, clock: Callable[[], float]) -> None:
+        self._llm, self._question, self._options, self._clock = llm, question, options, clock
+        self._prompts = PlanPrompts(llm.tokenizer)
+        self._started_s = clock()
+        self._jobs: list[Job] = []  # whose slots are to be given back
+        self._running: list[_Branch] = []
+        self._branches: dict[int, _Branch] = {}
+        self._parts: list[Part] = []
+        self._is_planned = False
+        self._assembly = Assembly(has_headings=options.has_headings)
+        self._schedule = Schedule(
+            max_parallel=options.max_parallel,
+            max_answer_tokens=options.max_answer_tokens,
+            max_parts=options.max_parts,
+            is_pipelined=options.is_pipelined and options.visibility == "prefix" and options.mode == "plato",
+        )
+        self._answer = Answer(text="", mode=options.mode, plan=None, is_direct=False)
+
+    def events(self) -> Iterator[Event]:
+        """Yield what happens until the answer is there."""
+        if self._options.mode == "sequential":
+            yield from self._decode_directly(Route(True, None, "asked for"))
+        else:
+            yield from self._route_and_answer()
+        self._answer.total_s = self._now_s()
+        yield Finished(self._answer)
+
+    def close(self) -> None:
+        """Give back all slots."""
+        while self._jobs:
+            self._llm.finish(self._jobs.pop())
+
+    def _route_and_answer(self) -> Iterator[Event]:
+        route = route_by_rule(self._question, self._options)
+        if route is not None and route.is_direct:
+            yield from self._decode_directly(route)
+            return
+        planning = self._start_plan(is_forced=route is not None)
+        router = planning.router
+        self._llm.step([planning.job])
+        route = route or router.route()
+        self._answer.direct_probability = route.direct_probability
+        if route.is_direct:
+            self._answer.num_plan_tokens = 1
+            self.close()
+            yield from self._decode_directly(route)
+            return
+        yield Routed(False, route.direct_probability, route.reason)
+        yield from self._write_parts(planning)
+
+    # The question as it is
+
+    def _decode_directly(self, route: Route) -> Iterator[Event]:
+        answer = self._answer
+        answer.is_direct, answer.direct_probability = True, route.direct_probability
+        yield Routed(True, route.direct_probability, route.reason)
+        prompt_ids = self._prompts.plain(self._question)
+        job = self._start(prompt_ids, self._sampling(self._options.max_answer_tokens), 0, is_eager=False)
+        answer.num_computed += len(prompt_ids) - 1
+        num_shown = 0
+        while not job.sequence.is_finished:
+            self._llm.step([job])
+            text = "".join(chunk.text for chunk in job.chunks[num_shown:])
+            num_shown = len(job.chunks)
+            if text:
+                yield self._answer_text(text)
+        answer.num_answer_tokens = _num_tokens(job)
+
+    # Planning
+
+    def _start_plan(self, *, is_forced: bool) -> _Planning:
+        options, prompt_ids = self._options, self._prompts.planning(self._question)
+        router = Router(self._llm.tokenizer, len(prompt_ids))
+        sampling = replace(
+            self._sampling(16 + _LINE_TOKENS * options.max_parts),
+            regex=plan_grammar(options.max_parts, may_be_direct=not is_forced),
+            logits_processors=() if is_forced else (router,),
+        )
+        reuse = self._llm.prefixes.take(prompt_ids) if options.is_reusing else None
+        num_reused = 0 if reuse is None else reuse.length
+        job = self._start(prompt_ids, sampling, 0, reuse=reuse)
+        self._answer.num_reused += num_reused
+        self._answer.num_computed += len(prompt_ids) - 1 - num_reused
+        if options.is_reusing:
+            self._llm.prefixes.keep(job.sequence, self._prompts.num_shared, is_pinned=True)
+        return _Planning(job, PlanReader(options.max_parts, is_strict=True), router)
+
+    def _read_plan(self, planning: _Planning) -> Iterator[Event]:
+        """Take in what was written of the plan; a part may start at the very token that ends its line."""
+        job = planning.job
+        for chunk in job.chunks[planning.num_read :]:
+            planning.num_read += 1
+            for part in planning.reader.push(chunk.text):
+                planning.line_ends[part.id] = len(job.sequence.request.prompt_ids) + planning.num_read
+                yield self._add(part)
+        if job.sequence.is_finished and not self._is_planned:
+            plan = planning.reader.close(is_cut=job.sequence.finish_reason != "stop")
+            for part in () if plan is None else plan.parts[len(self._parts) :]:
+                planning.line_ends[part.id] = len(job.sequence.token_ids)
+                yield self._add(part)
+            yield self._end_plan(planning)
+
+    def _end_plan(self, planning: _Planning) -> PlanEnded:
+        """Take the plan as it is."""
+        self._is_planned = True
+        plan, repairs = Plan(tuple(self._parts)), planning.reader.repairs
+        self._answer.plan, self._answer.repairs = plan, repairs
+        self._answer.num_plan_tokens = planning.num_read
+        self._schedule.end_plan()
+        return PlanEnded(plan, repairs)
+
+    def _add(self, part: Part) -> PartPlanned:
+        if self._options.mode == "sot":
+            part = replace(part, needs=())
+        self._parts.append(part)
+        self._schedule.add(part)
+        self._assembly.add(part)
+        return PartPlanned(part)
+
+    # Writing
+
+    def _write_parts(self, planning: _Planning) -> Iterator[Event]:
+        """Step the plan and all parts that are under way, until all are done."""
+        yield from self._read_plan(planning)
+        while not self._schedule.is_done or not self._is_planned:
+            if self._options.deadline_s is not None and self._now_s() > self._options.deadline_s:
+                self._schedule.expire()
+            for launch in self._schedule.start():
+                yield self._start_part(planning, launch)
+            for branch in self._running:
+                self._extend(branch)
+            jobs = [branch.job for branch in self._running]
+            if not planning.job.sequence.is_finished:
+                jobs.append(planning.job)
+            if self._schedule.is_done:  # the deadline came before the plan's end
+                break
+            assert jobs, "something runs, or all is done"
+            self._llm.step(jobs)
+            yield from self._read_plan(planning)
+            for branch in list(self._running):
+                yield from self._show(branch)
+        if not self._is_planned:
+            yield self._end_plan(planning)
+        answer = self._answer
+        answer.parts = [self._branches[part_id].result for part_id in sorted(self._branches)]
+        answer.num_answer_tokens = sum(result.num_tokens for result in answer.parts)
+        answer.num_computed += sum(result.num_computed for result in answer.parts)
+        answer.num_reused += sum(result.num_reused for result in answer.parts)
+
+    def _start_part(self, planning: _Planning, launch: Launch) -> PartStarted:
+        part, options = launch.part, self._options
+        prompt = self._part_prompt(planning, launch)
+        region = None
+        if options.is_reusing and prompt.source is not None:
+            sequence = prompt.source.sequence
+            num_shared = min(prompt.num_shared, sequence.region.length, len(prompt.token_ids) - 1)
+            region = self._llm.engine.runner.cache.fork(sequence.region, num_shared)
+        num_reused = 0 if region is None else region.length
+        job = self._start(prompt.token_ids, self._sampling(launch.max_new_tokens), part.id, reuse=region)
+        result = PartResult(
+            part=part,
+            num_computed=len(prompt.token_ids) - 1 - num_reused,
+            num_reused=num_reused,
+            started_s=self._now_s(),
+        )
+        branch = _Branch(part, job, result, prompt.holds | {part.id})
+        self._running.append(branch)
+        self._branches[part.id] = branch
+        return PartStarted(part.id, result.num_computed, num_reused)
+
+    def _part_prompt(self, planning: _Planning, launch: Launch) -> _PartPrompt:
+        """Return a part's prompt: the plan's or a parent's sequence, parts that it lacks, and what to write."""
+        part, plan = launch.part, self._answer.plan
+        if self._options.mode == "sot":
+            assert plan is not None
+            titles = [each.title for each in plan]
+            return _PartPrompt(self._prompts.point(self._question, titles, part.id), None, 0, frozenset())
+        is_last = plan is not None and part.id == len(plan)
+        source, num_shared, holds = planning.job, planning.line_ends[part.id], frozenset[int]()
+        if plan is not None and self._options.visibility == "full":
+            num_shared = len(planning.job.sequence.token_ids)
+        if launch.primary is not None:
+            parent = self._branches[launch.primary]
+            source, holds = parent.job, parent.holds
+            num_shared = len(parent.job.sequence.request.prompt_ids) + _num_tokens(parent.job)
+        quoted = [
+            QuotedPart(self._branches[need].part, self._branches[need].result.text.strip())
+            for need in launch.needs_all
+            if need not in holds
+        ]
+        asked = self._prompts.part(part, quoted, is_last=is_last)
+        before = source.sequence.token_ids[:num_shared]
+        return _PartPrompt([*before, *asked], source, num_shared, holds | {each.part.id for each in quoted})
+
+    def _extend(self, branch: _Branch) -> None:
+        """Give a part that is about to be cut what others leave over."""
+        sequence = branch.job.sequence
+        limit = sequence.request.max_new_tokens
+        if sequence.num_new_tokens + _NEAR_END >= limit and (more := self._schedule.extend(branch.part.id)):
+            sequence.request = replace(sequence.request, max_new_tokens=limit + more)
+
+    def _show(self, branch: _Branch) -> Iterator[Event]:
+        """Yield what a branch wrote in this step, and its end."""
+        part_id, result = branch.part.id, branch.result
+        text = "".join(chunk.text for chunk in branch.job.chunks[branch.num_shown :])
+        branch.num_shown = len(branch.job.chunks)
+        if text:
+            result.text += text
+            yield PartText(part_id, text)
+            if fresh := self._assembly.push(part_id, text):
+                yield self._answer_text(fresh)
+        if not branch.job.sequence.is_finished:
+            return
+        self._running.remove(branch)
+        result.num_tokens, result.ended_s = _num_tokens(branch.job), self._now_s()
+        result.reason = "stop" if branch.job.sequence.finish_reason == "stop" else "length"
+        self._schedule.end(part_id, result.num_tokens, result.reason)
+        yield PartEnded(part_id, result.reason, result.num_tokens)
+        if fresh := self._assembly.end(part_id):
+            yield self._answer_text(fresh)
+
+    # What all share
+
+    def _answer_text(self, text: str) -> AnswerText:
+        if not self._answer.text:
+            self._answer.first_text_s = self._now_s()
+        self._answer.text += text
+        return AnswerText(text)
+
+    def _start(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        sample: int,
+        *,
+        reuse: Region | None = None,
+        is_eager: bool = True,
+    ) -> Job:
+        job = self._llm.start(
+            prompt_ids, sampling, drafter=self._options.drafter, sample=sample, reuse=reuse, is_eager=is_eager
+        )
+        self._jobs.append(job)
+        return job
+
+    def _sampling(self, max_new_tokens: int) -> SamplingParams:
+        options = self._options
+        return SamplingParams(max_new_tokens=max_new_tokens, temperature=options.temperature, seed=options.seed)
+
+    def _now_s(self) -> float:
+        return self._clock() - self._started_s
+
+
+@dataclass(frozen=True, slots=True)
+class _PartPrompt:
+    """A part's prompt, and where its first tokens' keys and values are."""
+
+    token_ids: list[int]
+    source: Job | None
+    num_shared: int
+    holds: frozenset[int]
+
+
+def _num_tokens(job: Job) -> int:
+    """Return how many tokens of text a job wrote, the one that ended it excluded."""
+    token_ids = job.sequence.token_ids[len(job.sequence.request.prompt_ids) :]
+    return len(token_ids) - (len(token_ids) > 0 and token_ids[-1] in job.sequence.request.stop_ids)

@@ -119,14 +119,28 @@ def test_sequences_under_one_grammar_are_apart() -> None:
     assert allowed(left, "a") == {"b"}
 
 
-def test_white_space_in_json_has_an_end() -> None:
-    tokens = ["<end>", "[", "]", "1", ",", "Ġ"]
-    backend = Backend(models.BPE(vocab={token: at for at, token in enumerate(tokens)}, merges=[]))
+TOKENS = ["<end>", "[", "]", "1", ",", "Ġ"]
+
+
+def is_space_allowed(*, num_spaces: int, **options: Any) -> bool:
+    """Return whether a space may follow that many, in a list of ones."""
+    backend = Backend(models.BPE(vocab={token: at for at, token in enumerate(TOKENS)}, merges=[]))
     backend.decoder = decoders.ByteLevel()
-    one = constraint(Grammars(Tokenizer(backend), [0]), json_schema={"type": "array", "items": {"const": 1}})
-    for num_spaces in (1, 63, 64):
-        narrowed = one.narrow(np.zeros(len(tokens), np.float32), Context([1, *[5] * num_spaces], 0))
-        assert bool(narrowed[5] == 0) == (num_spaces < 64)
+    schema = {"type": "array", "items": {"const": 1}, **({"x-guidance": options} if options else {})}
+    one = constraint(Grammars(Tokenizer(backend), [0]), json_schema=schema)
+    narrowed = one.narrow(np.zeros(len(TOKENS), np.float32), Context([1, *[5] * num_spaces], 0))
+    return bool(narrowed[5] == 0)
+
+
+def test_white_space_in_json_has_an_end() -> None:
+    assert [is_space_allowed(num_spaces=number) for number in (0, 63, 64)] == [True, True, False]
+
+
+def test_a_schema_may_set_its_own_white_space() -> None:
+    assert is_space_allowed(num_spaces=500, whitespace_flexible=True)
+    assert not is_space_allowed(num_spaces=0, whitespace_flexible=False)
+    assert [is_space_allowed(num_spaces=number, whitespace_pattern=" {1,2}") for number in (1, 2)] == [True, False]
+    assert not is_space_allowed(num_spaces=64, item_separator=";")
 
 
 # In the order of processors

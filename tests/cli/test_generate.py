@@ -40,6 +40,13 @@ def test_json_is_one_document_on_the_last_line(foretell: Foretell, tiny_model: P
     assert plain["settings"]
 
 
+@pytest.mark.parametrize("args", [["--regex", "(red|green)!{3}"], ["--json-schema", '{"enum": ["red", "green"]}']])
+def test_an_answer_may_be_constrained(foretell: Foretell, tiny_model: Path, args: list[str]) -> None:
+    result = foretell("generate", "--model", tiny_model, *SHORT, *args, "hello")
+    assert result.stdout in ("red!!!\n", "green!!!\n", '"red"\n', '"green"\n')
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_samples_are_told_apart_and_a_seed_repeats_them(foretell: Foretell, tiny_model: Path) -> None:
     args = ["generate", "--model", tiny_model, *SHORT, "--temperature", "1", "--seed", "5", "--n", "2"]
     first = foretell(*args, stdin=b"from stdin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import typer
 
 import foretell as package
 from foretell.cli import main
-from foretell.cli.options import DecodingOptions, EngineOptions, SamplingOptions
+from foretell.cli.options import AnswerOptions, DecodingOptions, EngineOptions, SamplingOptions
+from foretell.errors import InputError
 
 from .conftest import SOURCE, Foretell, cli_environment
 
@@ -57,6 +59,11 @@ def test_every_command_has_help(foretell: Foretell, command: str) -> None:
         (["generate", "x", "--n", "3"], "`n`=3"),
         (["generate", "x", "--max-new-tokens", "4", "--min-new-tokens", "5"], "above `max_new_tokens`"),
         (["generate", "x", "--file", "y"], "both given"),
+        (["generate", "x", "--model", "none/such", "--regex", "("], "`regex` '(' is refused"),
+        (["generate", "x", "--model", "none/such", "--json-schema", '{"type": 5}'], "`json_schema` is refused"),
+        (["generate", "x", "--model", "none/such", "--json-schema", "{'type': 5}"], "`json_schema` is not JSON"),
+        (["generate", "x", "--json-schema", "{}", "--regex", "a"], "both given: drop one"),
+        (["chat", "--model", "none/such", "--regex", "("], "`regex` '(' is refused"),
         (["demo", "--n", "2", "--temperature", "1"], "one answer"),
         (["train", "draft", "--tokens", "0"], "--tokens"),
         (["train", "draft", "--seed", str(2**63)], "--seed"),
@@ -128,9 +135,21 @@ def test_temperature_zero_drops_the_default_filters() -> None:
     assert (sampling.top_p, sampling.top_k) == (1.0, 0)
 
 
+def test_a_schema_comes_as_text_or_as_a_file(tmp_path: Path) -> None:
+    text = '{"enum": [1, 2]}'
+    (tmp_path / "schema.json").write_text(text, encoding="utf-8")
+    for given in (f"  {text}", str(tmp_path / "schema.json")):
+        sampling = AnswerOptions(json_schema=given, top_k=3).sampling({"temperature": 0.5})
+        assert json.loads(str(sampling.json_schema)) == {"enum": [1, 2]}
+        assert (sampling.temperature, sampling.top_k) == (0.5, 3)
+    with pytest.raises(InputError, match=r"none\.json.*No such file"):
+        AnswerOptions(json_schema=str(tmp_path / "none.json")).sampling()
+
+
 def test_each_level_of_options_adds_to_the_one_above() -> None:
-    names = [options.__dataclass_fields__.keys() for options in (EngineOptions, SamplingOptions, DecodingOptions)]
-    assert names[0] < names[1] < names[2]
+    levels = (EngineOptions, SamplingOptions, DecodingOptions, AnswerOptions)
+    names = [options.__dataclass_fields__.keys() for options in levels]
+    assert names[0] < names[1] < names[2] < names[3]
 
 
 def test_help_and_readme_name_every_drafter() -> None:

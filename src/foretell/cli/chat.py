@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from foretell.cli.options import DecodingOptions, ShowSourcesOption, single_answer, spread
+from foretell.cli.options import AnswerOptions, ShowSourcesOption, single_answer, spread
 
 if TYPE_CHECKING:
     from foretell.cli.terminal import Paint
@@ -34,7 +34,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="Instructions that precede the conversation.")] = None,
     show_sources: ShowSourcesOption = False,
     *,
-    options: DecodingOptions,
+    options: AnswerOptions,
 ) -> None:
     """Talk with the model. Ctrl-C ends an answer, Ctrl-D the conversation.
 
@@ -42,6 +42,7 @@ def chat(
     """
     from foretell.cli.terminal import note, note_settings, note_sources, note_stats, painter, unpainted
 
+    options.constraint()  # before the model: a wrong one is reported at once
     llm = options.load(options.drafter)
     sampling = single_answer(options.sampling(llm.generation_defaults), "chat")
     if options.verbose:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretell.cli.options import DecodingOptions, JsonOption, ShowSourcesOption, spread
+from foretell.cli.options import AnswerOptions, JsonOption, ShowSourcesOption, spread
 
 if TYPE_CHECKING:
     from foretell.cli.terminal import Paint
@@ -26,7 +26,7 @@ def generate(
     show_sources: ShowSourcesOption = False,
     as_json: JsonOption = False,
     *,
-    options: DecodingOptions,
+    options: AnswerOptions,
 ) -> None:
     """Answer a prompt, or continue a text with --raw. Greedy unless a temperature is given."""
     from foretell.cli.documents import completion_document, print_document
@@ -89,4 +89,5 @@ def _print_stream(chunks: Iterator[Chunk], paint: Paint) -> Completion:
 
 def _shown(sampling: SamplingParams) -> dict[str, object]:
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "seed", "n")
-    return {name: getattr(sampling, name) for name in (*names, "verification")}
+    constraint = [name for name in ("json_schema", "regex") if getattr(sampling, name) is not None]
+    return {name: getattr(sampling, name) for name in (*names, "verification", *constraint)}

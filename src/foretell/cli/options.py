@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MODEL = "Model"
 SAMPLING = "Sampling"
+CONSTRAINT = "Constraint"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line of stdout.")]
 
@@ -203,6 +204,47 @@ class DecodingOptions(SamplingOptions):
             rich_help_panel=MODEL,
         ),
     ] = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions(DecodingOptions):
+    """Decoding options, and what an answer may be."""
+
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="JSON Schema that the answer follows: a file, or JSON.", rich_help_panel=CONSTRAINT),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(help="Regular expression that the whole answer matches.", rich_help_panel=CONSTRAINT),
+    ] = None
+
+    def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Return what `SamplingOptions` does, with the constraint; raises also what `constraint` does."""
+        return SamplingOptions.sampling(self, {**(defaults or {}), **self.constraint()})
+
+    def constraint(self) -> dict[str, Any]:
+        """Return the parameters that constrain the answer; needs no model.
+
+        Raises:
+            ConfigError: there can be no such constraint.
+            InputError: the schema's file cannot be read.
+        """
+        from foretell.params import SamplingParams
+        from foretell.verify.constraint import check_grammar
+
+        schema = None if self.json_schema is None else _schema(self.json_schema)
+        check_grammar(SamplingParams(json_schema=schema, regex=self.regex))
+        return {"json_schema": schema, "regex": self.regex}
+
+
+def _schema(text: str) -> str:
+    """Return a schema that was given as it is, or as the name of its file."""
+    if text.lstrip().startswith("{"):
+        return text
+    from foretell.cli.prompt import read_file
+
+    return read_file(Path(text))
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

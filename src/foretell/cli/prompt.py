@@ -20,7 +20,7 @@ def read_prompt(argument: str | None, file: Path | None, *, is_raw: bool) -> str
     if argument not in (None, "-") and file is not None:
         raise ConfigError("a prompt and --file were both given: drop one of them")
     if file is not None and str(file) != "-":
-        text = _read_file(file)
+        text = read_file(file)
     elif argument not in (None, "-"):
         assert argument is not None
         text = _decode(argument.encode("utf-8", "surrogateescape"), "the prompt")
@@ -35,7 +35,12 @@ def read_prompt(argument: str | None, file: Path | None, *, is_raw: bool) -> str
     return text
 
 
-def _read_file(file: Path) -> str:
+def read_file(file: Path) -> str:
+    """Return a UTF-8 file's text.
+
+    Raises:
+        InputError: it cannot be read, or is not UTF-8.
+    """
     try:
         data = file.read_bytes()
     except OSError as error:

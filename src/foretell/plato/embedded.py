@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from foretell.errors import InputError
 from foretell.job import Job
 from foretell.params import SamplingParams
 from foretell.plato.assembly import Assembly
@@ -14,6 +15,7 @@ from foretell.plato.events import (
     Answer,
     AnswerText,
     Event,
+    FellBack,
     Finished,
     PartEnded,
     PartPlanned,
@@ -120,6 +122,8 @@ def answer(
 
     Source: arXiv:2402.12280 (Plato); Skeleton-of-Thought, arXiv:2307.15337, as a baseline.
     """
+    if not question.strip():
+        raise InputError("the question is empty: give at least one character")
     options = options or PlatoOptions()
     run = _Run(llm, question, options, clock)
     try:
@@ -274,6 +278,14 @@ class _Run:
                 yield from self._show(branch)
         if not self._is_planned:
             yield self._end_plan(planning)
+        if not self._parts:
+            self.close()
+            yield FellBack("the plan has no parts")
+            yield from self._decode_directly(Route(True, self._answer.direct_probability, "the plan has no parts"))
+            return
+        for part_id in self._schedule.waiting:
+            if fresh := self._assembly.end(part_id):
+                yield self._answer_text(fresh)
         answer = self._answer
         answer.parts = [self._branches[part_id].result for part_id in sorted(self._branches)]
         answer.num_answer_tokens = sum(result.num_tokens for result in answer.parts)

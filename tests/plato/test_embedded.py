@@ -1,0 +1,256 @@
+"""Planned answers on our own engine: every branch says what plain decoding says, in any company, and gives all back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from foretell.errors import InputError
+from foretell.llm import LLM
+from foretell.params import SamplingParams
+from foretell.plato import embedded
+from foretell.plato.events import (
+    Answer,
+    AnswerText,
+    Event,
+    Finished,
+    PartEnded,
+    PartPlanned,
+    PartStarted,
+    PartText,
+    PlanEnded,
+    Routed,
+    last_answer,
+)
+from foretell.plato.options import PlatoOptions
+from foretell.plato.router import Router, route_by_rule
+from tiny import save_model
+
+pytest.importorskip("llguidance")
+
+QUESTION = "Which tools does a gardener need?"
+OPTIONS = PlatoOptions(force_plan=True, max_answer_tokens=160, max_parts=4, drafter="none")
+TITLE = "[a-z]{3,8}"
+GRAMMAR = f"1\\. {TITLE} < -\n2\\. {TITLE} < (-|1)\n3\\. {TITLE} < (-|1|2|1,2)\nEND\n"
+"""Short enough for tokens that are bytes."""
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORETELL_HOME", str(tmp_path_factory.mktemp("home")))
+        folder = save_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096, initializer_range=0.6)
+        yield LLM(folder, dtype="float32", threads=1)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def short_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "plan_grammar", lambda *args, **options: GRAMMAR)
+
+
+@pytest.fixture(autouse=True)
+def everything_comes_back(llm: LLM) -> Iterator[None]:
+    yield
+    llm.prefixes.close()
+    assert llm.engine.runner.cache.num_bytes == 0
+
+
+def answers(llm: LLM, **fields: Any) -> Answer:
+    return llm.plan_and_generate(QUESTION, replace(OPTIONS, **fields))
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix", "all"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_branch_says_what_plain_decoding_says(
+    llm: LLM, drafter: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, start = [], llm.start
+
+    def noted(*args: Any, **options: Any) -> Any:
+        jobs.append((start(*args, **options), args[1], options.get("sample", 0)))
+        return jobs[-1][0]
+
+    monkeypatch.setattr(llm, "start", noted)
+    answers(llm, drafter=drafter, seed=seed, temperature=0.0 if seed is None else 0.8)
+    monkeypatch.undo()
+    assert len(jobs) > 2
+    for job, sampling, sample in jobs[1:]:
+        request = job.sequence.request
+        alone = llm.start(
+            request.prompt_ids, replace(sampling, max_new_tokens=request.max_new_tokens), drafter="none", sample=sample
+        )
+        while not alone.sequence.is_finished:
+            llm.step([alone])
+        assert alone.sequence.token_ids == job.sequence.token_ids
+        llm.finish(alone)
+
+
+def test_events_tell_the_whole_answer_in_order(llm: LLM) -> None:
+    events = list(llm.stream_plan(QUESTION, OPTIONS))
+    assert isinstance(events[0], Routed)
+    assert isinstance(events[-1], Finished)
+    answer = events[-1].answer
+    assert answer.text == "".join(event.text for event in events if isinstance(event, AnswerText))
+    assert answer.plan is not None
+    assert [event.part for event in events if isinstance(event, PartPlanned)] == list(answer.plan)
+    for part in answer.plan:
+        result = answer.parts[part.id - 1]
+        assert result.text == "".join(
+            event.text for event in events if isinstance(event, PartText) and event.part_id == part.id
+        )
+        assert place(events, PartPlanned, part.id) < place(events, PartStarted, part.id)
+        assert place(events, PartStarted, part.id) < place(events, PartEnded, part.id)
+        for need in part.needs:
+            assert place(events, PartEnded, need) < place(events, PartStarted, part.id)
+    assert sum(result.num_tokens for result in answer.parts) == answer.num_answer_tokens <= OPTIONS.max_answer_tokens
+    assert 0 < answer.first_text_s < answer.total_s
+    assert answer.critical_path[-1] == max(answer.parts, key=lambda result: result.ended_s).part.id
+
+
+def place(events: list[Event], kind: type, part_id: int) -> int:
+    """Return where an event of this kind tells of a part."""
+    return next(
+        at
+        for at, event in enumerate(events)
+        if isinstance(event, kind) and (event.part.id if isinstance(event, PartPlanned) else event.part_id) == part_id
+    )
+
+
+def test_a_part_begins_while_the_plan_is_written_or_waits_for_its_end(llm: LLM) -> None:
+    def first_start(**fields: Any) -> int:
+        events = list(llm.stream_plan(QUESTION, replace(OPTIONS, **fields)))
+        end = next(at for at, event in enumerate(events) if isinstance(event, PlanEnded))
+        return next(at for at, event in enumerate(events) if isinstance(event, PartStarted)) - end
+
+    assert first_start() < 0
+    assert first_start(is_pipelined=False) > 0
+    assert first_start(visibility="full") > 0
+    assert first_start(mode="sot") > 0
+
+
+def test_what_is_reused_changes_nothing_but_the_work(llm: LLM) -> None:
+    first, again, alone = answers(llm), answers(llm), answers(llm, is_reusing=False)
+    assert first.text == again.text == alone.text
+    assert alone.num_reused == 0
+    for answer in (first, again):
+        assert answer.num_computed + answer.num_reused == alone.num_computed
+    assert again.num_computed < first.num_computed < alone.num_computed / 2
+    assert again.num_reused - first.num_reused >= 100  # rules and examples
+
+
+@pytest.mark.parametrize("num_events", [1, 3, 8, 20])
+def test_closing_gives_everything_back_at_once(llm: LLM, num_events: int) -> None:
+    events = llm.stream_plan(QUESTION, OPTIONS)
+    assert len(list(islice(events, num_events))) == num_events
+    events.close()  # type: ignore[attr-defined]
+
+
+def test_a_part_that_needs_others_goes_on_from_one_and_quotes_the_rest(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, start = [], llm.start
+
+    def noted(*args: Any, **options: Any) -> Any:
+        jobs.append(start(*args, **options))
+        return jobs[-1]
+
+    monkeypatch.setattr(llm, "start", noted)
+    plan = "1\\. Soil < -\n2\\. Seeds < -\n3\\. Sowing < 1,2\nEND\n"
+    monkeypatch.setattr(embedded, "plan_grammar", lambda *args, **options: plan)
+    answer = answers(llm)
+    assert [result.part.needs for result in answer.parts] == [(), (), (1, 2)]
+    last = list(jobs[3].sequence.request.prompt_ids)
+    assert llm.tokenizer.decode(last[-12:]).endswith("**Sowing**\n\n")
+    extended = [job.sequence.token_ids[:-1] == last[: len(job.sequence.token_ids) - 1] for job in jobs[1:3]]
+    assert sum(extended) == 1
+    (quoted,) = [part for part, is_parent in zip(answer.parts[:2], extended, strict=True) if not is_parent]
+    quote = llm.tokenizer.encode(f"**{quoted.part.title}**\n\n{quoted.text.strip()}\n\n")
+    assert any(last[at : at + len(quote)] == quote for at in range(len(last)))
+    assert answer.plan is not None
+    assert (answer.plan.width, answer.plan.depth) == (2, 2)
+    assert answer.critical_path in ((1, 3), (2, 3))
+
+
+def test_a_deadline_starts_no_more_parts(llm: LLM) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    options = replace(OPTIONS, max_parallel=1, deadline_s=60.0)
+    answer = last_answer(embedded.answer(llm, QUESTION, options, clock=clock))
+    assert answer.plan is not None
+    assert 1 <= len(answer.parts) < len(answer.plan)
+    assert answer.text
+
+
+def test_a_plan_without_parts_is_answered_directly(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "plan_grammar", lambda *args, **options: "END\n")
+    answer = answers(llm)
+    (plain,) = llm.generate(
+        llm.tokenizer.encode_chat([{"role": "user", "content": QUESTION}]), SamplingParams(max_new_tokens=160)
+    )
+    assert answer.is_direct
+    assert answer.text == plain.text
+
+
+def test_sequential_is_plain_decoding(llm: LLM) -> None:
+    answer = answers(llm, mode="sequential")
+    assert answer.is_direct
+    assert answer.plan is None
+    assert answer.text == llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(max_new_tokens=160)).text
+
+
+def test_a_skeletons_points_see_no_other(llm: LLM) -> None:
+    answer = answers(llm, mode="sot")
+    assert answer.plan is not None
+    assert all(part.needs == () for part in answer.plan)
+    assert all(result.num_reused == 0 for result in answer.parts)
+
+
+@pytest.mark.parametrize(
+    ("question", "is_direct"),
+    [
+        ("What is 12 * 9?", True),
+        ("Write a Python function that sorts a list.", True),
+        ("Answer in JSON: name three rivers.", True),
+        ("Translate this into French: good morning.", True),
+        ("How do I plan a garden?", None),
+    ],
+)
+def test_what_never_gains_is_answered_directly(question: str, is_direct: bool | None) -> None:
+    route = route_by_rule(question, PlatoOptions())
+    assert (None if route is None else route.is_direct) == is_direct
+    assert route_by_rule(question, PlatoOptions(max_answer_tokens=10)).is_direct  # type: ignore[union-attr]
+    forced = route_by_rule(question, PlatoOptions(force_plan=True, max_answer_tokens=10))
+    assert forced is not None
+    assert not forced.is_direct
+
+
+@pytest.mark.parametrize(("direct", "plan"), [(3.0, 1.0), (1.0, 3.0)])
+def test_the_router_keeps_the_likelier_beginning(llm: LLM, direct: float, plan: float) -> None:
+    router = Router(llm.tokenizer, 5)
+    direct_id = llm.tokenizer.encode("D", add_special_tokens=False)[0]
+    plan_id = llm.tokenizer.encode("1", add_special_tokens=False)[0]
+    scores = torch.zeros(1, llm.config.vocab_size)
+    scores[0, direct_id], scores[0, plan_id] = direct, plan
+    kept = router(torch.zeros(1, 5, dtype=torch.int64), scores)
+    assert kept[0, [direct_id, plan_id]].isinf().tolist() == [direct < plan, direct > plan]
+    route = router.route()
+    assert route.is_direct == (direct > plan)
+    assert route.direct_probability == pytest.approx(float(torch.tensor([direct, plan]).softmax(0)[0]))
+    assert router(torch.zeros(1, 6, dtype=torch.int64), scores) is scores
+
+
+def test_bad_input(llm: LLM) -> None:
+    with pytest.raises(InputError, match="empty"):
+        llm.plan_and_generate("  ")

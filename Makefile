@@ -14,7 +14,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 STAMP := $(VENV)/.foretell-setup
 
-.PHONY: setup demo test check bench docs clean
+.PHONY: setup demo test test-peers check bench docs clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -40,6 +40,10 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Against the servers of other projects, as far as they are installed; no part of `test`.
+test-peers: setup
+	@$(BIN)/python -m pytest -m peers tests/peers $(ARGS)
 
 check: setup
 	@$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ ForetellError
 ├── ModelError       a model cannot be found, read, or is of a kind that foretell refuses
 ├── CapacityError    the context or the key/value cache is full
 ├── NumericsError    the model returned NaN, or no token is left to choose from
+├── RemoteError      a server cannot be reached, refuses, or breaks off
 └── CompileError     `compile=True` cannot work here (no C++ compiler, for one)
 """
 
@@ -32,6 +33,10 @@ class CapacityError(ForetellError):
 
 class NumericsError(ForetellError):
     """The model's logits leave nothing to choose from (NaN, or all -inf)."""
+
+
+class RemoteError(ForetellError):
+    """A server cannot be reached, refuses, or breaks off."""
 
 
 class CompileError(ForetellError):

@@ -46,10 +46,10 @@ class PartStarted:
     """A branch begins to write a part."""
 
     part_id: int
-    num_computed: int
-    """Rows of its prompt that were computed."""
-    num_reused: int
-    """Rows of its prompt whose keys and values were there already."""
+    num_computed: int | None = None
+    """Rows of its prompt that were computed; None from a server, which tells at the end."""
+    num_reused: int | None = None
+    """Rows of its prompt whose keys and values were there already; None likewise."""
 
 
 @dataclass(frozen=True, slots=True)

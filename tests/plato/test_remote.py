@@ -1,0 +1,404 @@
+"""Planned answers from a server that stalls, drops, refuses, rambles and counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from chat_lab import PLAN, QUESTION, TITLES, ChatLab, Drop, Port, Status, Until, answer_of, hurry, of_type, serving
+from foretell.errors import ConfigError, InputError, RemoteError
+from foretell.plato.events import Event, FellBack, PartPlanned, PartStarted, PartText, PlanEnded, Routed
+from foretell.plato.options import PlatoOptions
+from foretell.plato.remote import remote_plan, stream_remote_plan
+from foretell.plato.server_client import ServerClient
+
+TEXTS = [f"Text of {part_id}, all of it." for part_id in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[Port]:
+    with serving() as port:
+        yield port
+
+
+@pytest.fixture
+def lab(port: Port) -> ChatLab:
+    return port.serve(ChatLab())
+
+
+def ask(lab: ChatLab, question: str = QUESTION, model: str | None = None, **options: Any) -> list[Event]:
+    settings = PlatoOptions(**({"has_headings": False} | options))
+    return list(stream_remote_plan(lab.url, model, question, settings, sleep=hurry))
+
+
+def last_said(body: dict[str, Any]) -> str:
+    return str(body["messages"][-1]["content"])
+
+
+# The order of things
+
+
+def test_parts_are_assembled_in_order_and_counted(lab: ChatLab) -> None:
+    events = ask(lab, has_headings=True, seed=5)
+    answer = answer_of(events)
+    assert [lab.bodies(key)[0]["seed"] for key in ("plan", "1", "2", "3")] == [5, 6, 7, 8]
+    assert answer.text == "\n\n".join(f"**{title}**\n\n{text}" for title, text in zip(TITLES, TEXTS))
+    assert answer.plan is not None
+    assert [part.needs for part in answer.plan] == [(), (), (1, 2)]
+    assert [result.text for result in answer.parts] == TEXTS
+    assert [(result.num_tokens, result.num_computed, result.num_reused) for result in answer.parts] == [(7, 40, 60)] * 3
+    assert (answer.num_answer_tokens, answer.num_plan_tokens) == (21, 7)
+    assert (answer.num_computed, answer.num_reused) == (4 * 40, 4 * 60)
+    assert not answer.is_direct
+    assert 0 < answer.first_text_s <= answer.total_s
+    assert [type(event) for event in events[:3]] == [Routed, PartPlanned, PartStarted]
+
+
+def test_a_part_begins_while_the_plan_is_written(lab: ChatLab) -> None:
+    lab.replies["plan"] = [["1. Wind < -\n", Until("1 asked"), "2. Water < -\nEND\n"]]
+    assert answer_of(ask(lab)).text == "\n\n".join(TEXTS[:2])
+
+
+def test_a_slow_part_holds_up_nobody(lab: ChatLab) -> None:
+    lab.replies["plan"] = [["1. Wind < -\n2. Water < -\n3. Sun < 2\nEND\n"]]
+    lab.replies["1"] = [["Text of 1", Until("3 written"), ", all of it."]]
+    assert answer_of(ask(lab)).text == "\n\n".join(TEXTS)
+
+
+def test_only_so_many_parts_are_written_at_once(lab: ChatLab) -> None:
+    lab.replies["plan"] = [["".join(f"{k}. {title} < -\n" for k, title in enumerate(TITLES, 1)) + "END\n"]]
+    lab.replies |= {str(k): [["a", Until(f"{k + 1} begun"), "b"]] for k in (1, 3, 5)}
+    answer = answer_of(ask(lab, max_parallel=2, is_pipelined=False))
+    assert len(answer.parts) == 6
+    assert lab.most_open == 2
+
+
+def test_conversations_share_their_beginnings(lab: ChatLab) -> None:
+    lab.replies["plan"] = [["1. Wind < -\n2. Water < -\n3. Sun < 2\n4. Tides < 1,3\nEND\n"]]
+    answer_of(ask(lab))
+    (plan,), (first,), (third,), (fourth,) = (lab.bodies(key) for key in ("plan", "1", "3", "4"))
+    assert first["messages"][: len(plan["messages"])] == plan["messages"]
+    assert first["messages"][-2]["content"] == "1. Wind < -\n"
+    assert third["messages"][-2] == {"role": "assistant", "content": TEXTS[1]}
+    assert fourth["messages"][: len(third["messages"])] == third["messages"]
+    assert [text in last_said(fourth) for text in TEXTS] == [True, False, False]
+    assert "do not conclude" in last_said(third)
+    assert "do not conclude" not in last_said(fourth)
+    assert last_said(fourth).endswith("Leave out the title.")
+
+
+def test_all_of_the_plan_can_be_shown_to_all_parts(lab: ChatLab) -> None:
+    answer_of(ask(lab, visibility="full"))
+    assert lab.bodies("1")[0]["messages"][-2]["content"] == PLAN
+
+
+def test_points_of_a_skeleton_see_each_other_not(lab: ChatLab) -> None:
+    answer = answer_of(ask(lab, mode="sot"))
+    assert answer.text == "\n\n".join(TEXTS)
+    assert answer.plan is not None
+    assert answer.plan.width == 3
+    (third,) = lab.bodies("3")
+    assert len(third["messages"]) == 1
+    assert "1. Wind\n2. Water\n3. Sun" in last_said(third)
+
+
+# What a server can do
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "regex", "grammar", None])
+def test_a_server_is_held_to_the_grammar_that_it_obeys(lab: ChatLab, name: str | None) -> None:
+    lab.grammar_field = name
+    assert answer_of(ask(lab)).text == "\n\n".join(TEXTS)
+    (plan,) = lab.bodies("plan")
+    assert {"structured_outputs", "regex", "grammar"} & plan.keys() == ({name} if name else set())
+    assert plan.get("stop") == (None if name else ["\nEND"])
+
+
+def test_a_grammar_that_is_refused_after_all_is_left_out(lab: ChatLab) -> None:
+    lab.grammar_field = "regex"
+    lab.replies["plan"] = [[Status(400, "cannot compile")], ["Sure:\n1) Wind\n2) Water < none\n"]]
+    answer = answer_of(ask(lab))
+    assert answer.text == "\n\n".join(TEXTS[:2])
+    assert "regex" not in lab.bodies("plan")[1]
+
+
+def test_a_server_that_refuses_unknown_fields_is_asked_without(lab: ChatLab) -> None:
+    lab.replies["probe"] = [[Status(422, "extra inputs")], [Status(400, "what is stream_options?")], ["Yes"]]
+    answer = answer_of(ask(lab))
+    assert answer.text == "\n\n".join(TEXTS)
+    assert all("stream_options" not in body for _, body in lab.asked[2:])
+    assert [result.num_tokens for result in answer.parts] == [2, 2, 2]  # pieces, where nobody counts tokens
+
+
+def test_a_cut_part_goes_on_where_the_server_can(lab: ChatLab) -> None:
+    lab.owner, lab.finish["1"] = "vllm", "length"
+    answer = answer_of(ask(lab))
+    assert answer.parts[0].text == TEXTS[0] + "Text of 1+, all of it."
+    assert answer.parts[0].reason == "stop"
+    (more,) = lab.bodies("1+")
+    assert more["continue_final_message"]
+    assert not more["add_generation_prompt"]
+    assert last_said(more) == f"**Wind**\n\n{TEXTS[0]}"
+    assert lab.bodies("1")[0]["max_tokens"] == 512 // 8
+
+
+def test_a_cut_part_ends_where_the_server_cannot(lab: ChatLab) -> None:
+    lab.finish["1"] = "length"
+    answer = answer_of(ask(lab))
+    assert [result.reason for result in answer.parts] == ["length", "stop", "stop"]
+    assert answer.text == "\n\n".join(TEXTS)
+    assert lab.bodies("1")[0]["max_tokens"] > 512 // 8  # it had to be given more at once
+
+
+# Plans that are none
+
+
+@pytest.mark.parametrize("reply", [["I would rather", " talk.\n", "A lot.\n"], ["1. Wind < -\nEND\n"], []])
+def test_without_a_plan_the_question_is_answered_directly(lab: ChatLab, reply: list[str]) -> None:
+    lab.replies["plan"] = [reply]
+    events = ask(lab)
+    answer = answer_of(events)
+    assert answer.text == "The whole answer."
+    assert (answer.is_direct, answer.plan, answer.parts) == (True, None, [])
+    assert len(of_type(events, FellBack)) == 1
+    assert lab.bodies("direct")[0]["messages"] == [{"role": "user", "content": QUESTION}]
+
+
+def test_parts_of_a_plan_that_becomes_garbage_are_stopped(lab: ChatLab) -> None:
+    lab.replies["plan"] = [["1. Wind < -\n", Until("1 asked"), "Well, no.\nI changed my mind.\n", Until("never")]]
+    lab.replies["1"] = [[Until("never")]]
+    lab.replies["direct"] = [[Until("1 left"), Until("plan left"), "The whole answer."]]
+    assert answer_of(ask(lab)).text == "The whole answer."
+
+
+def test_garbage_after_text_that_was_shown_ends_the_plan(lab: ChatLab) -> None:
+    lab.replies["plan"] = [["1. Wind < -\n2. Water < 1\n", Until("2 asked"), "Well, no.\nI changed my mind.\n"]]
+    events = ask(lab)
+    answer = answer_of(events)
+    assert answer.text == "\n\n".join(TEXTS[:2])
+    assert answer.repairs
+    assert not of_type(events, FellBack)
+
+
+def test_the_model_may_choose_to_answer_directly(lab: ChatLab) -> None:
+    lab.replies["plan"] = [["DIRECT", "\n", Until("never")]]
+    events = ask(lab)
+    assert answer_of(events).text == "The whole answer."
+    assert of_type(events, Routed) == [Routed(True, None, "the model chose to answer directly")]
+    assert not of_type(events, FellBack)
+
+
+@pytest.mark.parametrize(("question", "mode"), [("How many feet are 3 miles?", "plato"), (QUESTION, "sequential")])
+def test_what_needs_no_plan_takes_one_request(lab: ChatLab, question: str, mode: str) -> None:
+    answer = answer_of(ask(lab, question, mode=mode))
+    assert (answer.text, answer.is_direct) == ("The whole answer.", True)
+    assert [key for key, _ in lab.asked] == ["direct"]
+
+
+def test_a_plan_that_goes_on_for_too_long_is_closed(lab: ChatLab) -> None:
+    lab.replies["plan"] = [[PLAN.removesuffix("END\n"), *["\n", "so ", "on "] * 3, Until("never")]]
+    lab.replies["1"] = [["Text of 1", Until("plan left"), ", all of it."]]
+    assert answer_of(ask(lab, max_parts=2)).text == "\n\n".join(TEXTS[:2])
+
+
+# What goes wrong
+
+
+def test_a_busy_server_gets_fewer_requests_at_once(lab: ChatLab) -> None:
+    pauses: list[float] = []
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+
+    lab.replies["plan"] = [["1. Wind < -\n2. Water < -\n3. Sun < -\nEND\n"]]
+    lab.replies["1"] = [["Text of 1", Until("3 asked again"), ", all of it."]]
+    lab.replies["2"] = [[Status(429, headers={"Retry-After": "7"})], [Status(429)], [Status(503)], TEXTS[1:2]]
+    lab.replies["3"] = [[Status(429)], TEXTS[2:]]
+    server = ServerClient(lab.url, max_streams=6, sleep=note)
+
+    async def collect() -> list[Event]:
+        events = [event async for event in remote_plan(server, QUESTION, PlatoOptions(has_headings=False))]
+        await server.aclose()
+        return events
+
+    assert answer_of(asyncio.run(collect())).text == "\n\n".join(TEXTS)
+    assert sorted(pauses) == [0.5, 1.0, 2.0, 7.0]
+    assert server.max_streams == 3
+
+
+def test_a_part_that_was_not_shown_is_written_anew(lab: ChatLab) -> None:
+    lab.replies["plan"] = [["1. Wind < -\n2. Water < -\nEND\n"]]
+    lab.replies["1"] = [["Text of 1", Until("2 asked again"), ", all of it."]]
+    lab.replies["2"] = [["A beginning", Drop()], TEXTS[1:2]]
+    events = ask(lab)
+    assert answer_of(events).text == "\n\n".join(TEXTS[:2])
+    assert [event.part_id for event in of_type(events, PartStarted)] == [1, 2, 2]
+
+
+def test_a_part_that_was_shown_keeps_its_text(lab: ChatLab) -> None:
+    lab.replies["1"] = [["A beginning", Drop()]]
+    answer = answer_of(ask(lab))
+    assert answer.text == "\n\n".join(["A beginning", *TEXTS[1:]])
+    assert [result.reason for result in answer.parts] == ["failed", "stop", "stop"]
+    assert "Wind is missing" in last_said(lab.bodies("3")[0])
+
+
+def test_a_dropped_part_goes_on_where_the_server_can(lab: ChatLab) -> None:
+    lab.owner, lab.replies["1"] = "llamacpp", [["A beginning", Drop()]]
+    lab.replies["1+"] = [[" and an end."]]
+    answer = answer_of(ask(lab))
+    assert answer.text.startswith("A beginning and an end.\n\n")
+    assert (answer.parts[0].reason, answer.parts[0].num_tokens) == ("stop", 1 + 7)
+    assert "continue_final_message" not in lab.bodies("1+")[0]
+
+
+def test_a_part_that_is_dropped_twice_keeps_its_text(lab: ChatLab) -> None:
+    lab.owner, lab.replies["1"] = "sglang", [["A beginning", Drop()]]
+    lab.replies["1+"] = [[" and more", Drop()]]
+    answer = answer_of(ask(lab))
+    assert (answer.parts[0].text, answer.parts[0].reason) == ("A beginning and more", "failed")
+    assert lab.counts["1+"] == 1
+
+
+@pytest.mark.parametrize("reply", [[Status(500)], [Status(400)], [Drop()], []])
+def test_a_part_that_cannot_be_written_holds_up_nobody(lab: ChatLab, reply: list[Any]) -> None:
+    lab.replies["2"] = [reply]
+    answer = answer_of(ask(lab))
+    assert answer.text == f"{TEXTS[0]}\n\n{TEXTS[2]}"
+    assert [result.reason for result in answer.parts] == ["stop", "failed", "stop"]
+
+
+def test_without_any_part_the_question_is_answered_directly(lab: ChatLab) -> None:
+    lab.replies |= {key: [[Status(500, "out of memory")]] for key in "123"}
+    events = ask(lab)
+    assert answer_of(events).text == "The whole answer."
+    assert "out of memory" in of_type(events, FellBack)[0].reason
+
+
+@pytest.mark.parametrize("beginning", [[["1. Wi", Drop()]], []])
+def test_a_dropped_plan_is_taken_as_far_as_it_goes(lab: ChatLab, beginning: list[Any]) -> None:
+    lab.replies["plan"] = [*beginning, ["1. Wind < -\n2. Water < -\n3. Su", Drop()]]
+    events = ask(lab)
+    answer = answer_of(events)
+    assert answer.text == "\n\n".join(TEXTS[:2])
+    assert lab.counts["plan"] == 1 + len(beginning)
+    assert [result.part.title for result in answer.parts] == ["Wind", "Water"]
+    assert answer.repairs == ("cut off after 2 parts",)
+    assert len(of_type(events, PlanEnded)) == 1
+
+
+def test_a_broken_direct_answer_is_tried_again_and_kept(lab: ChatLab) -> None:
+    lab.replies["direct"] = [[Drop()], ["A beginning", Drop()]]
+    answer = answer_of(ask(lab, mode="sequential"))
+    assert answer.text == "A beginning"
+    assert "broke off" in answer.repairs[0]
+
+
+def test_after_the_deadline_no_part_begins(lab: ChatLab) -> None:
+    over = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        if seconds == 50:  # the server is busy for longer than the deadline allows
+            await asyncio.Event().wait()
+        await over.wait()
+        lab.signal("deadline")
+
+    lab.replies["plan"] = [["1. Wind < -\n2. Water < -\n3. Sun < 1\n4. Tides < -\nEND\n"]]
+    lab.replies["1"] = [["Text of", Until("2 asked"), " 1", Until("deadline"), ", all of it."]]
+    lab.replies["2"] = [[Status(429, headers={"Retry-After": "50"})]]
+    events: list[Event] = []
+    options = PlatoOptions(deadline_s=60, has_headings=False)
+    for event in stream_remote_plan(lab.url, None, QUESTION, options, sleep=sleep, clock=lambda: 0.0):
+        events.append(event)
+        if event == PartText(1, " 1"):
+            over.set()
+    answer = answer_of(events)
+    assert answer.text == f"{TEXTS[0]}\n\nText of 4, all of it."
+    assert [(result.part.id, result.reason) for result in answer.parts] == [(1, "stop"), (2, "failed"), (4, "stop")]
+    assert not lab.bodies("3")
+
+
+def test_a_deadline_before_any_text_leaves_the_question_to_be_answered_directly(lab: ChatLab) -> None:
+    async def sleep(seconds: float) -> None:
+        while not lab.bodies("1"):
+            await asyncio.sleep(0.001)
+
+    lab.replies["plan"] = [["1. Wind < -\n", Until("never")]]
+    lab.replies["1"] = [[Until("never")]]
+    options = PlatoOptions(deadline_s=60, has_headings=False)
+    assert (
+        answer_of(list(stream_remote_plan(lab.url, None, QUESTION, options, sleep=sleep))).text == "The whole answer."
+    )
+
+
+def test_closing_the_iterator_stops_the_server(lab: ChatLab) -> None:
+    lab.replies["plan"] = [[PLAN.replace("END\n", ""), Until("never")]]
+    lab.replies |= {key: [["Text", Until("never")]] for key in "12"}
+    events = stream_remote_plan(lab.url, None, QUESTION, sleep=hurry)
+    seen: set[int] = set()
+    for event in events:
+        seen |= {event.part_id} if isinstance(event, PartText) else set()
+        if seen == {1, 2}:
+            break
+    events.close()  # type: ignore[attr-defined]
+    assert all(lab.left[key].wait(5) for key in ("plan", "1", "2"))
+
+
+# What cannot be answered
+
+
+@pytest.mark.parametrize(
+    ("replies", "message"),
+    [
+        ([Status(401, "bad key")], r"answers 401: bad key: give an API key that it takes$"),
+        ([Status(429, "slow down")], r"answers 429: slow down: try again later, or with fewer parts at once$"),
+        ([Status(413, "too long")], r"answers 413: too long$"),
+        ([Status(502, "gone")], r"answers 502: gone: see the server's log$"),
+        ([Drop()], r"it broke off \(.+\): check address and server$"),
+        ([], r"the model wrote nothing: if it thinks first, switch that off at the server, or allow more tokens$"),
+    ],
+)
+def test_where_every_attempt_fails_one_line_says_why(lab: ChatLab, replies: list[Any], message: str) -> None:
+    lab.replies |= {key: [replies] for key in ("plan", "direct")}
+    with pytest.raises(RemoteError, match=message) as caught:
+        ask(lab)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_model_is_named_with_those_there_are(lab: ChatLab) -> None:
+    with pytest.raises(RemoteError, match=r"404: no such model; asked for model 'huge'; it serves tiny; correct"):
+        ask(lab, model="huge")
+
+
+def test_the_first_model_listed_is_asked(lab: ChatLab) -> None:
+    lab.models = ["small", "large"]
+    ask(lab)
+    assert {body["model"] for _, body in lab.asked} == {"small"}
+    lab.models = []
+    with pytest.raises(RemoteError, match="lists no model: name one"):
+        ask(lab)
+
+
+def test_silence_is_not_waited_for_twice(lab: ChatLab) -> None:
+    lab.replies["direct"] = [[Until("never")]]
+    with pytest.raises(RemoteError, match=r"was silent for 0\.2 s: check the server, or allow it more time"):
+        list(stream_remote_plan(lab.url, None, QUESTION, PlatoOptions(mode="sequential"), timeout_s=0.2))
+    assert lab.counts["direct"] == 1
+
+
+def test_inside_an_event_loop_another_function_is_named() -> None:
+    async def inside() -> None:
+        list(stream_remote_plan("http://lab", None, QUESTION))
+
+    with pytest.raises(ConfigError, match="an event loop is running here: iterate over `remote_plan`"):
+        asyncio.run(inside())
+
+
+def test_what_a_server_decides_cannot_be_chosen(lab: ChatLab) -> None:
+    with pytest.raises(ConfigError, match="`drafter` and `is_reusing` have no effect on a server"):
+        ask(lab, drafter="lookup")
+    with pytest.raises(InputError, match="the question is empty"):
+        ask(lab, " ")

@@ -82,11 +82,13 @@ class PlanPrompts:
             is_last: whether the answer ends with it.
         """
         ask = part_request(part, quoted, is_last=is_last)
-        return self._tokenizer.encode(self._turn + ask + self._tail, add_special_tokens=False)
+        text = self._turn + ask + self._tail + heading(part.title)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def point(self, question: str, titles: Sequence[str], number: int) -> list[int]:
         """Return Skeleton-of-Thought's prompt for one point."""
-        return self._tokenizer.encode_chat(point_messages(question, titles, number))
+        begun = self._tokenizer.encode(heading(titles[number - 1]), add_special_tokens=False)
+        return [*self._tokenizer.encode_chat(point_messages(question, titles, number)), *begun]
 
 
 def planning_messages(question: str) -> list[Message]:
@@ -103,12 +105,17 @@ def plan_text(parts: Sequence[Part], *, is_whole: bool) -> str:
     return "".join([*lines, "END\n"] if is_whole else lines)
 
 
+def heading(title: str) -> str:
+    """Return what stands above a part's text. The model goes on from it, where it might greet or plan again."""
+    return f"**{title}**\n\n"
+
+
 def part_request(part: Part, quoted: Sequence[QuotedPart], *, is_last: bool, lost: Sequence[Part] = ()) -> str:
     """Return what asks for a part; see `PlanPrompts.part`. `lost` are parts that it builds on and that are missing."""
-    written = "".join(f"Part {each.part.id}, {each.part.title}:\n{each.text}\n\n" for each in quoted)
-    missing = "".join(f"Part {each.id}, {each.title}, is missing.\n\n" for each in lost)
-    end = "" if is_last else " More parts follow, so do not conclude."
-    return f"{written}{missing}Write part {part.id}: {part.title}. Only its text, one paragraph.{end}"
+    written = "".join(f"{heading(each.part.title)}{each.text}\n\n" for each in quoted)
+    missing = "".join(f"The part about {each.title} is missing.\n\n" for each in lost)
+    end = "" if is_last else " More parts follow: do not conclude."
+    return f"{written}{missing}Write a paragraph about: {part.title}.{end}"
 
 
 def point_messages(question: str, titles: Sequence[str], number: int) -> list[Message]:
@@ -116,6 +123,6 @@ def point_messages(question: str, titles: Sequence[str], number: int) -> list[Me
     outline = "\n".join(f"{place}. {title}" for place, title in enumerate(titles, start=1))
     ask = (
         f"{question}\n\nThe skeleton of the answer:\n{outline}\n\n"
-        f"Write point {number} only, {titles[number - 1]}. Only its text, one paragraph."
+        f"Write a paragraph about point {number}: {titles[number - 1]}."
     )
     return [{"role": "user", "content": ask}]

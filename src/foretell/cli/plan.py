@@ -63,7 +63,7 @@ def plan(
         has_headings=headings,
         temperature=options.temperature or 0.0,
         seed=options.seed,
-        drafter=options.drafter,
+        drafter=options.drafter if backend == "embedded" else None,
     )
     text = read_prompt(question, file, is_raw=False)
     answer = show(_events(text, settings, options, backend, base_url), is_quiet=as_json)

@@ -1,0 +1,24 @@
+"""`foretell plan --backend openai`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from chat_lab import QUESTION, ChatLab, serving
+from foretell.cli.main import run
+
+
+def test_a_server_answers_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as port:
+        command = ["plan", QUESTION, "--backend", "openai", "--base-url", port.serve(ChatLab()).url]
+        assert run(command) == 0
+        shown = capsys.readouterr()
+        assert run([*command, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out.splitlines()[-1])["answer"]
+        assert run([*command, "--model", "huge"]) == 1
+    assert shown.out.strip() == answer["text"]
+    assert answer["text"].startswith("**Wind**\n\nText of 1")
+    assert "foretell: part 3 begins\n" in shown.err
+    assert "asked for model 'huge'; it serves tiny" in capsys.readouterr().err

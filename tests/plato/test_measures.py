@@ -17,6 +17,7 @@ from foretell.plato.measures import (
     title_coverage,
 )
 from foretell.plato.plan import MAX_PARTS, Part, Plan
+from foretell.plato.reader import PlanReader
 
 TEXTS = st.lists(st.lists(st.sampled_from(["a", "b", "c"]), max_size=8).map(" ".join), max_size=4)
 
@@ -70,7 +71,17 @@ def test_valid_plans() -> None:
     assert is_plan_valid(Plan(two))
     assert not is_plan_valid(Plan(two), ["line 2 named part 9"])
     assert not is_plan_valid(Plan(two[:1]))
-    assert not is_plan_valid(Plan((Part(1, "Causes"), Part(2, "causes"))))
+    reader = PlanReader(is_strict=True)
+    reader.push("1. Causes < -\n2. causes < -\n3. Effects < 2\n4. Conclusion < -\nEND\n")
+    plan = reader.close()
+    assert plan is not None
+    assert len(reader.repairs) == 4
+    assert is_plan_valid(plan, reader.repairs)
+    reader = PlanReader()
+    reader.push("1. Causes < -\n2. Effects < 7\nEND\n")
+    plan = reader.close()
+    assert plan is not None
+    assert not is_plan_valid(plan, reader.repairs)
     assert not is_plan_valid(Plan(tuple(Part(number, str(number)) for number in range(1, MAX_PARTS + 2))))
 
 

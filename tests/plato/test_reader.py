@@ -117,8 +117,8 @@ def test_needs(text: str, needs: list[tuple[int, ...]], num_repairs: int) -> Non
         ("a | b", "a b"),
         ("C++ and a < b", "C++ and a b"),
         ("C#", "C#"),
-        ("a" * 100, "a" * MAX_TITLE),
-        ("two words " * 9, "two words " * 5 + "two words"),
+        ("a" * 70, "a" * MAX_TITLE),
+        ("two words " * 7, "two words " * 3 + "two words"),
     ],
 )
 def test_titles_become_as_the_grammar_has_them(written: str, title: str) -> None:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _LINE_TOKENS: Final = 24
 """Most tokens of a plan's line, on average; a plan has room for 16 more."""
 
+_PRESENCE_PENALTY: Final = 1.0
+"""Of the plan, so that titles do not repeat; the grammar sees to its form."""
+
 _NEAR_END: Final = 8
 """Tokens before a part's limit at which it asks for more."""
 
@@ -212,6 +215,7 @@ class _Run:
             self._sampling(16 + _LINE_TOKENS * options.max_parts),
             regex=plan_grammar(options.max_parts, may_be_direct=not is_forced),
             logits_processors=() if is_forced else (router,),
+            presence_penalty=_PRESENCE_PENALTY,
         )
         reuse = self._llm.prefixes.take(prompt_ids) if options.is_reusing else None
         num_reused = 0 if reuse is None else reuse.length

@@ -20,7 +20,7 @@ from typing import Final
 from foretell.plato.plan import MAX_PARTS
 
 MIN_TITLE: Final = 3
-MAX_TITLE: Final = 60
+MAX_TITLE: Final = 40
 """Characters of a title without the blanks between its words: an expression without look-ahead cannot count both."""
 
 _MARK: Final = r"[^ \t\r\n|<]"

@@ -22,6 +22,8 @@ _FUNCTION_WORDS: Final = frozenset(
     )
 )
 _STEM_LETTERS: Final = 6
+_OF_MEANING: Final = re.compile("repeats part|was written as|needs all parts before it")
+"""Repairs of a plan that a grammar cannot prevent, as `PlanReader` words them."""
 
 
 def overlap(parts: Sequence[str]) -> float | None:
@@ -57,9 +59,11 @@ def title_coverage(title: str, text: str) -> float | None:
 
 
 def is_plan_valid(plan: Plan, repairs: Sequence[str] = ()) -> bool:
-    """Return whether a plan could be used as written: 2 to `MAX_PARTS` parts, all titles different, no repair."""
-    titles = {part.title.casefold() for part in plan}
-    return not repairs and 2 <= len(plan) <= MAX_PARTS and len(titles) == len(plan)
+    """Return whether a plan could be used as it was written: 2 to `MAX_PARTS` parts, and nothing wrong with its form.
+
+    Repeated titles, which were merged, and conclusions that needed nothing are no matter of form.
+    """
+    return 2 <= len(plan) <= MAX_PARTS and all(map(_OF_MEANING.search, repairs))
 
 
 def known_mean(values: Iterable[float | None]) -> float | None:

@@ -20,14 +20,18 @@ _RULES: Final = (
 )
 
 _EXAMPLES: Final = (
-    (
-        "How do I choose a bicycle?",
-        "1. Types of bicycles < -\n2. Size and fit < -\n3. Budget < -\n4. Which one to buy < 1,2,3\nEND\n",
-    ),
     ("What is 17 times 3?", "DIRECT\n"),
     (
         "How does a seed become a tree?",
         "1. The seed sprouts < -\n2. The seedling grows < 1\n3. The young tree < 2\nEND\n",
+    ),
+    (
+        "How do I choose a bicycle?",
+        "1. Types of bicycles < -\n2. Size and fit < -\n3. Comfort < -\n4. Budget < -\n5. Choosing < 1,2,3,4\nEND\n",
+    ),
+    (
+        "Why do people keep pets?",
+        "1. Company < -\n2. Health < -\n3. Children < -\n4. Safety < -\n5. Work < -\n6. Costs < -\nEND\n",
     ),
 )
 

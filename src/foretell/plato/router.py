@@ -21,7 +21,7 @@ _NO_GAIN: Final = (
         "code",
     ),
     (r"\b(in|as|return|output|valid) (json|yaml|csv|xml)\b", "a format to keep to"),
-    (r"\b(calculate|compute|solve|how (many|much)|what is \d)|\d\s*[-+*/^=]\s*\d", "a calculation"),
+    (r"\b(calculate|compute|solve|how (many|much))\b|\bwhat is \d|\d\s*[-+*/^=]\s*\d", "a calculation"),
     (r"\b(in one (word|sentence)|yes or no|translate)\b", "a short answer"),
 )
 """What a question asks for that does not come in parts, by patterns of its text."""

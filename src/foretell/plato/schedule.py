@@ -12,8 +12,8 @@ from foretell.plato.plan import MAX_PARTS, Part, Plan
 _FLOOR: Final = 48
 """Tokens of a paragraph of three short sentences: with less a part cannot say anything."""
 
-_CAP: Final = 2
-"""A part may take at most this many times an equal share of the answer."""
+_CAP: Final = 1
+"""A part may take at most this many times an equal share of the answer; one that took more would be written alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Schedule:
     waiting for it comes first, then the smaller id; all are estimated equally long, so chains are counted in parts.
 
     Tokens: what is left is shared equally by the parts not started yet, each getting at least 48 tokens as long as so
-    many are left for every other, and at most twice an equal share of the whole. What a part leaves over goes back.
+    many are left for every other, and at most an equal share of the whole. What a part leaves over goes back.
     While the plan is being written it is taken to have `max_parts` parts, so that none still to be planned runs short.
     Where that makes early parts too short, `extend` gives them more once it is known how many parts there are.
 

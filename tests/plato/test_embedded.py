@@ -224,7 +224,7 @@ def test_a_skeletons_points_see_no_other(llm: LLM) -> None:
         ("Write a Python function that sorts a list.", True),
         ("Answer in JSON: name three rivers.", True),
         ("Translate this into French: good morning.", True),
-        ("Implement a binary search algorithm.", True),
+        ("Implement a search algorithm.", True),
         ("How do I plan a garden?", None),
         ("Write a letter to a computer science program.", None),
     ],

@@ -17,7 +17,8 @@ _DIRECT_FROM: Final = 0.5
 
 _NO_GAIN: Final = (
     (
-        r"```|\b(write|fix|debug|implement|refactor)\b.{0,40}\b(code|function|program|script|class|query|regex)\b",
+        r"```|\b(write|fix|debug|implement|refactor)\b.{0,20}"
+        r"\b(code|function|program|script|class|query|regex|algorithm)\b",
         "code",
     ),
     (r"\b(in|as|return|output|valid) (json|yaml|csv|xml)\b", "a format to keep to"),

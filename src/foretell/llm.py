@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from foretell.cache.kv_cache import Region
+from foretell.conversation import Conversation
 from foretell.drafters.calibration import Calibration
 from foretell.drafters.catalog import check_drafter_name, make_drafter
 from foretell.drafters.corpus import read_corpus
@@ -231,7 +232,7 @@ class LLM:
 
     def conversation(self) -> Conversation:
         """Return a conversation that keeps its keys and values between turns."""
-        return Conversation(self)
+        return Conversation(self.tokenizer, Kept(self.engine), self._stream)
 
     def plan_and_generate(self, question: str, options: PlatoOptions | None = None) -> Answer:
         """Plan an answer and write its independent parts at once (Plato, arXiv:2402.12280).
@@ -394,22 +395,3 @@ class LLM:
             off=self._off,
             drawing_rule=rule.name if rule is not None and rule.needs_draws else None,
         )
-
-
-class Conversation:
-    """Turns that share a prefix compute it once: keys and values stay in the cache between them."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._kept = Kept(llm.engine)
-
-    def stream(
-        self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, drafter: str | None = None
-    ) -> Iterator[Chunk]:
-        """Answer the conversation so far; raises as `LLM.stream_chat` does. One answer at a time."""
-        prompt_ids = self._llm.tokenizer.encode_chat(messages)
-        return self._llm._stream(prompt_ids, sampling or SamplingParams(), drafter, self._kept)
-
-    def close(self) -> None:
-        """Give back the conversation's slots."""
-        self._kept.close()

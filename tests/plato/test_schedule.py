@@ -106,6 +106,15 @@ def test_while_the_plan_is_written_it_may_have_many_parts() -> None:
     assert [schedule.extend(1), schedule.extend(2)] == [0, 0]
 
 
+def test_a_part_may_take_more_than_its_share_where_nothing_can_be_added_later() -> None:
+    schedule = Schedule(max_parallel=8, max_answer_tokens=800, max_share=2)
+    schedule.add(Part(1, "Alone"))
+    assert [*grants(schedule.start()), schedule.extend(1)] == [100, 700 // 8]
+    assert schedule.extend(1) == 200 - 100 - 700 // 8
+    schedule.end_plan()
+    assert schedule.extend(1) == 600
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "given"), [(1, [1]), (7, [7]), (8, [1] * 8), (100, [16] + [12] * 7), (400, [50] * 8)]
 )

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from foretell.errors import ConfigError
 from foretell.plato.answers import Arm
-from foretell.plato.embedded import Host, answer
+from foretell.plato.embedded import answer
 from foretell.plato.events import Answer, last_answer
+from foretell.plato.host import Host
 from foretell.plato.options import PlatoOptions
 
 PLAIN: Final = "plain"

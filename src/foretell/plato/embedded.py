@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from foretell.errors import InputError
 from foretell.job import Job
@@ -26,6 +26,7 @@ from foretell.plato.events import (
     Routed,
 )
 from foretell.plato.grammar import plan_grammar
+from foretell.plato.host import Host
 from foretell.plato.options import PlatoOptions
 from foretell.plato.plan import Part, Plan
 from foretell.plato.prompts import PlanPrompts, QuotedPart
@@ -35,9 +36,6 @@ from foretell.plato.schedule import Launch, Schedule
 
 if TYPE_CHECKING:
     from foretell.cache.kv_cache import Region
-    from foretell.engine.engine import Engine
-    from foretell.engine.prefixes import PrefixCache
-    from foretell.text.tokenizer import Tokenizer
 
 _LINE_TOKENS: Final = 24
 """Most tokens of a plan's line, on average; a plan has room for 16 more."""
@@ -47,35 +45,6 @@ _PRESENCE_PENALTY: Final = 1.0
 
 _NEAR_END: Final = 8
 """Tokens before a part's limit at which it asks for more."""
-
-
-class Host(Protocol):
-    """What runs the sequences; `foretell.LLM` does."""
-
-    tokenizer: Tokenizer
-    engine: Engine
-
-    @property
-    def prefixes(self) -> PrefixCache:
-        """Keys and values of prompt beginnings that answers share."""
-
-    def start(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        drafter: str | None = None,
-        sample: int = 0,
-        reuse: Region | None = None,
-        is_eager: bool = False,
-    ) -> Job:
-        """Prefill a prompt."""
-
-    def step(self, jobs: Sequence[Job]) -> list[Job]:
-        """Run one step of all these jobs."""
-
-    def finish(self, job: Job) -> None:
-        """Give back a job's slots."""
 
 
 @dataclass(eq=False, slots=True)

@@ -80,6 +80,7 @@ class RemoteRun:
             max_parallel=options.max_parallel,
             max_answer_tokens=options.max_answer_tokens,
             max_parts=options.max_parts,
+            max_share=2,  # nothing can be added later
             is_pipelined=options.is_pipelined and options.visibility == "prefix" and options.mode == "plato",
         )
         self._answer = Answer(text="", mode=options.mode, plan=None, is_direct=False)

@@ -12,9 +12,6 @@ from foretell.plato.plan import MAX_PARTS, Part, Plan
 _FLOOR: Final = 48
 """Tokens of a paragraph of three short sentences: with less a part cannot say anything."""
 
-_CAP: Final = 1
-"""A part may take at most this many times an equal share of the answer; one that took more would be written alone."""
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -38,7 +35,7 @@ class Schedule:
     waiting for it comes first, then the smaller id; all are estimated equally long, so chains are counted in parts.
 
     Tokens: what is left is shared equally by the parts not started yet, each getting at least 48 tokens as long as so
-    many are left for every other, and at most an equal share of the whole. What a part leaves over goes back.
+    many are left for every other, and at most `max_share` equal shares of the whole. What a part leaves over goes back.
     While the plan is being written it is taken to have `max_parts` parts, so that none still to be planned runs short.
     Where that makes early parts too short, `extend` gives them more once it is known how many parts there are.
 
@@ -47,6 +44,8 @@ class Schedule:
         max_answer_tokens: of all parts together. Once they are used up, no further part starts.
         max_parts: most parts of the plan.
         is_pipelined: whether parts start while the plan is being written.
+        max_share: most equal shares that a part may take. With 1 none is written alone after all others; with more, one
+            that starts early can take what it needs at once.
     """
 
     def __init__(
@@ -56,10 +55,11 @@ class Schedule:
         max_answer_tokens: int,
         max_parts: int = MAX_PARTS,
         is_pipelined: bool = True,
+        max_share: int = 1,
     ) -> None:
         assert max_parallel >= 1
         assert max_answer_tokens >= 1
-        self._max_parallel = max_parallel
+        self._max_parallel, self._max_share = max_parallel, max_share
         self._max_answer_tokens = max_answer_tokens
         self._num_parts = max_parts
         self._can_start = is_pipelined
@@ -152,7 +152,7 @@ class Schedule:
 
     @property
     def _cap(self) -> int:
-        return max(_FLOOR, _CAP * self._max_answer_tokens // self._num_parts)
+        return max(_FLOOR, self._max_share * self._max_answer_tokens // self._num_parts)
 
     def _chains(self) -> dict[int, int]:
         """Return for each part the length of the longest chain of known parts that begins with it."""

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from foretell.passes.rows import Rows
-from foretell.plato.embedded import Host
+from foretell.plato.host import Host
 
 Score = Callable[[str, str], float]
 """Takes a question and an answer's text, returns the target's mean log-probability per token of the answer."""

@@ -29,6 +29,7 @@ from foretell.plato.events import (
 )
 from foretell.plato.options import PlatoOptions
 from foretell.plato.router import Router, route_by_rule
+from foretell.plato.titles import DistinctTitles
 from tiny import save_model
 
 pytest.importorskip("llguidance")
@@ -162,12 +163,12 @@ def test_a_part_that_needs_others_goes_on_from_one_and_quotes_the_rest(
         return jobs[-1]
 
     monkeypatch.setattr(llm, "start", noted)
-    plan = "1\\. Soil < -\n2\\. Seeds < -\n3\\. Sowing < 1,2\nEND\n"
+    plan = "1\\. Soil < -\n2\\. Plants < -\n3\\. Harvest < 1,2\nEND\n"
     monkeypatch.setattr(embedded, "plan_grammar", lambda *args, **options: plan)
     answer = answers(llm)
     assert [result.part.needs for result in answer.parts] == [(), (), (1, 2)]
     last = list(jobs[3].sequence.request.prompt_ids)
-    assert llm.tokenizer.decode(last[-12:]).endswith("**Sowing**\n\n")
+    assert llm.tokenizer.decode(last[-16:]).endswith("**Harvest**\n\n")
     extended = [job.sequence.token_ids[:-1] == last[: len(job.sequence.token_ids) - 1] for job in jobs[1:3]]
     assert sum(extended) == 1
     (quoted,) = [part for part, is_parent in zip(answer.parts[:2], extended, strict=True) if not is_parent]
@@ -251,6 +252,26 @@ def test_the_router_keeps_the_likelier_beginning(llm: LLM, direct: float, plan: 
     assert route.is_direct == (direct > plan)
     assert route.direct_probability == pytest.approx(float(torch.tensor([direct, plan]).softmax(0)[0]))
     assert router(torch.zeros(1, 6, dtype=torch.int64), scores) is scores
+
+
+def test_no_title_begins_like_an_earlier_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = DistinctTitles(llm.tokenizer, 3)
+    prompt = [7, 8, 9]
+    scores = torch.zeros(1, llm.config.vocab_size)
+
+    def forbidden(text: str) -> str:
+        ids = torch.tensor([[*prompt, *llm.tokenizer.encode(text, add_special_tokens=False)]])
+        return llm.tokenizer.decode(titles(ids, scores)[0].isinf().nonzero()[:, 0].tolist())
+
+    assert forbidden("1. ") == ""
+    assert forbidden("1. Air < -\n2.") == "A"  # where a token may hold the blank before the title
+    assert forbidden("1. Air < -\n2. Sea < 1\n3. ") == "AS"
+    assert forbidden("1. Air < -\n2. Se") == ""
+    assert not scores.isinf().any()
+    monkeypatch.setattr(embedded, "plan_grammar", lambda *_, **__: "1\\. [ab]xy < -\n2\\. [ab]xy < -\nEND\n")
+    plan = answers(llm).plan
+    assert plan is not None
+    assert {part.title for part in plan} == {"axy", "bxy"}
 
 
 def test_bad_input(llm: LLM) -> None:

@@ -33,11 +33,12 @@ from foretell.plato.prompts import PlanPrompts, QuotedPart
 from foretell.plato.reader import PlanReader
 from foretell.plato.router import Route, Router, route_by_rule
 from foretell.plato.schedule import Launch, Schedule
+from foretell.plato.titles import DistinctTitles
 
 if TYPE_CHECKING:
     from foretell.cache.kv_cache import Region
 
-_LINE_TOKENS: Final = 24
+_LINE_TOKENS: Final = 40
 """Most tokens of a plan's line, on average; a plan has room for 16 more."""
 
 _PRESENCE_PENALTY: Final = 1.0
@@ -180,10 +181,11 @@ class _Run:
     def _start_plan(self, *, is_forced: bool) -> _Planning:
         options, prompt_ids = self._options, self._prompts.planning(self._question)
         router = Router(self._llm.tokenizer, len(prompt_ids))
+        titles = DistinctTitles(self._llm.tokenizer, len(prompt_ids))
         sampling = replace(
             self._sampling(16 + _LINE_TOKENS * options.max_parts),
             regex=plan_grammar(options.max_parts, may_be_direct=not is_forced),
-            logits_processors=() if is_forced else (router,),
+            logits_processors=(titles,) if is_forced else (router, titles),
             presence_penalty=_PRESENCE_PENALTY,
         )
         reuse = self._llm.prefixes.take(prompt_ids) if options.is_reusing else None

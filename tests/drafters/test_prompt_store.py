@@ -91,6 +91,7 @@ WRONG: dict[str, dict[str, Tensor]] = {
     "ranks": {"ranks": torch.zeros(11, 4, 11, dtype=torch.int32)},
     "mix": {"sampler__mix__weight": torch.zeros(WIDTH, WIDTH)},
     "bias": {"sampler__mix__bias": torch.zeros(WIDTH + 1)},
+    "scalar": {"sampler__mix__bias": torch.zeros(())},
     "out": {"sampler__out__weight": torch.zeros(WIDTH, WIDTH + 1)},
     "order": {"kept_ids": torch.tensor([2, 9, 5])},
     "beyond": {"kept_ids": torch.tensor([2, 259])},

@@ -208,7 +208,7 @@ def _check_sampler(stored: Mapping[str, Tensor], width: int) -> None:
     Raises:
         ValueError: they do not.
     """
-    inner = len(stored["sampler.mix.bias"])
+    inner = stored["sampler.mix.bias"].numel()
     shapes = {"mix.weight": (inner, 2 * width), "mix.bias": (inner,), "out.weight": (width, inner)}
     for name, shape in shapes.items():
         found = tuple(stored[f"sampler.{name}"].shape)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from foretell.errors import ConfigError, ForetellError, RemoteError
+from foretell.plato.http import check_httpx, failure_text, key_headers, retry_after_s
 
 if TYPE_CHECKING:
     import httpx
@@ -55,20 +56,18 @@ class ChatClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        try:
-            import httpx
-        except ImportError as error:
-            raise ConfigError("asking a server needs httpx, which is not installed: pip install httpx") from error
+        check_httpx()
+        import httpx
+
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"`base_url` must begin with http:// or https://, got {base_url!r}")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the API key holds a line break or a character beyond ASCII: check where it comes from")
+        headers = key_headers(api_key)
         self._model, self._url = model, base_url.rstrip("/") + "/chat/completions"
         self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
         self._fields = dict(_FIELDS)
         self._httpx = httpx
         self._client = httpx.Client(
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            headers=headers,
             timeout=httpx.Timeout(patience_s, connect=_CONNECT_S),
             transport=transport,
         )
@@ -114,9 +113,9 @@ class ChatClient:
             return _Busy(str(error) or type(error).__name__)
         if response.status_code == 200:
             return self._content(response)
-        message = _message(response)
+        message = failure_text(response)
         if response.status_code == 429 or response.status_code >= 500:
-            return _Busy(f"{response.status_code}: {message}", _retry_after_s(response))
+            return _Busy(f"{response.status_code}: {message}", retry_after_s(response) or 0.0)
         refused = [name for name in self._fields if name in message]
         if response.status_code == 400 and refused:
             for name in refused:
@@ -141,21 +140,3 @@ class ChatClient:
                 f"{self._url} does not know model {self._model!r} (404: {message}): check name and address"
             )
         return RemoteError(f"{self._url} refuses the request ({status}: {message})")
-
-
-def _message(response: httpx.Response) -> str:
-    """Return what the server says of a failure, in one line."""
-    try:
-        error: Any = response.json()["error"]
-        text = error["message"] if isinstance(error, dict) else error
-    except (ValueError, KeyError, TypeError):
-        text = response.text or response.reason_phrase
-    return " ".join(str(text).split())[:200]
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """Return how long the server asks to wait; 0 where it does not, or names a date."""
-    try:
-        return max(0.0, float(response.headers.get("Retry-After", "0")))
-    except ValueError:
-        return 0.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from foretell.errors import ConfigError, RemoteError
+from foretell.plato.http import check_httpx, failure_text, key_headers, one_line, retry_after_s
 from foretell.text.chat_template import Message
 
 if TYPE_CHECKING:
@@ -104,22 +105,20 @@ class ServerClient:
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        try:
-            import httpx
-        except ImportError as error:
-            raise ConfigError("asking a server needs httpx, which is not installed: pip install httpx") from error
+        check_httpx()
+        import httpx
+
         try:
             url = httpx.URL(base_url.rstrip("/"))
         except httpx.InvalidURL as error:
             raise ConfigError(f"`base_url` cannot be an address ({error}), got {base_url!r}") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ConfigError(f"`base_url` must begin with http:// or https:// and a host, got {base_url!r}")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the API key holds a line break or a character beyond ASCII: check where it comes from")
+        headers = key_headers(api_key)
         self._httpx, self._sleep, self._timeout_s = httpx, sleep, timeout_s
         self._url = str(url) if url.path != "/" else f"{url}/v1"
         self._http = httpx.AsyncClient(
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
             transport=transport,
         )
@@ -293,9 +292,11 @@ class ServerClient:
 
     def _refusal(self, response: httpx.Response) -> Exception:
         status, url = response.status_code, response.request.url
-        said = f"{url} answers {status}: {_message(response)}"
+        said = f"{url} answers {status}: {failure_text(response)}"
         if status in (429, 503):
-            return _BusyError(said, is_throttled=status == 429, pause_s=_retry_after_s(response))
+            pause_s = retry_after_s(response)
+            pause_s = None if pause_s is None else min(pause_s, _LONGEST_PAUSE_S)
+            return _BusyError(said, is_throttled=status == 429, pause_s=pause_s)
         if status in (400, 422):
             return _RejectedError(said)
         if status in (401, 403):
@@ -347,7 +348,7 @@ def _piece(payload: bytes) -> Piece:
         document = json.loads(payload)
         if error := document.get("error"):
             raise _MalformedError(
-                f"broke off: {_one_line(error.get('message', error) if isinstance(error, dict) else error)}"
+                f"broke off: {one_line(error.get('message', error) if isinstance(error, dict) else error)}"
             )
         choice = (document.get("choices") or [{}])[0]
         text = (choice.get("delta") or choice.get("message") or {}).get("content") or ""
@@ -367,27 +368,4 @@ def _usage(usage: Mapping[str, Any]) -> Usage:
 
 
 def _broken(url: str, error: Exception) -> str:
-    return f"cannot reach {url}, or it broke off ({_one_line(error) or type(error).__name__}): check address and server"
-
-
-def _message(response: httpx.Response) -> str:
-    """Return what the server says of a failure."""
-    try:
-        document: Any = response.json()
-        said = document.get("error", document.get("detail", document.get("message", document)))
-        said = said.get("message", said) if isinstance(said, dict) else said
-    except (ValueError, AttributeError):
-        said = response.text or response.reason_phrase
-    return _one_line(said)
-
-
-def _one_line(said: object) -> str:
-    return " ".join(str(said).split())[:200]
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    """Return how long the server asks to wait; None where it does not, or names a date."""
-    try:
-        return min(max(0.0, float(response.headers["Retry-After"])), _LONGEST_PAUSE_S)
-    except (KeyError, ValueError):
-        return None
+    return f"cannot reach {url}, or it broke off ({one_line(error) or type(error).__name__}): check address and server"

@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING, Final
 from foretell.errors import InputError
 from foretell.job import Job
 from foretell.params import SamplingParams
-from foretell.plato.assembly import Assembly
 from foretell.plato.events import (
-    Answer,
-    AnswerText,
     Event,
     FellBack,
     Finished,
     PartEnded,
-    PartPlanned,
     PartResult,
     PartStarted,
     PartText,
@@ -32,7 +28,8 @@ from foretell.plato.plan import Part, Plan
 from foretell.plato.prompts import PlanPrompts, QuotedPart
 from foretell.plato.reader import PlanReader
 from foretell.plato.router import Route, Router, route_by_rule
-from foretell.plato.schedule import Launch, Schedule
+from foretell.plato.run import AnswerRun
+from foretell.plato.schedule import Launch
 from foretell.plato.titles import DistinctTitles
 
 if TYPE_CHECKING:
@@ -105,26 +102,15 @@ def answer(
         run.close()
 
 
-class _Run:
+class _Run(AnswerRun):
     """One question, until it is answered."""
 
     def __init__(self, llm: Host, question: str, options: PlatoOptions, clock: Callable[[], float]) -> None:
-        self._llm, self._question, self._options, self._clock = llm, question, options, clock
-        self._prompts = PlanPrompts(llm.tokenizer)
-        self._started_s = clock()
+        self._llm, self._prompts = llm, PlanPrompts(llm.tokenizer)
+        super().__init__(question, options, clock)  # the clock runs from here
         self._jobs: list[Job] = []  # whose slots are to be given back
         self._running: list[_Branch] = []
         self._branches: dict[int, _Branch] = {}
-        self._parts: list[Part] = []
-        self._is_planned = False
-        self._assembly = Assembly(has_headings=options.has_headings)
-        self._schedule = Schedule(
-            max_parallel=options.max_parallel,
-            max_answer_tokens=options.max_answer_tokens,
-            max_parts=options.max_parts,
-            is_pipelined=options.is_pipelined and options.visibility == "prefix" and options.mode == "plato",
-        )
-        self._answer = Answer(text="", mode=options.mode, plan=None, is_direct=False)
 
     def events(self) -> Iterator[Event]:
         """Yield what happens until the answer is there."""
@@ -204,37 +190,28 @@ class _Run:
             planning.num_read += 1
             for part in planning.reader.push(chunk.text):
                 planning.line_ends[part.id] = len(job.sequence.request.prompt_ids) + planning.num_read
-                yield self._add(part)
-        if job.sequence.is_finished and not self._is_planned:
+                yield self._add_part(part)
+        if job.sequence.is_finished and self._answer.plan is None:
             plan = planning.reader.close(is_cut=job.sequence.finish_reason != "stop")
             for part in () if plan is None else plan.parts[len(self._parts) :]:
                 planning.line_ends[part.id] = len(job.sequence.token_ids)
-                yield self._add(part)
+                yield self._add_part(part)
             yield self._end_plan(planning)
 
     def _end_plan(self, planning: _Planning) -> PlanEnded:
         """Take the plan as it is."""
-        self._is_planned = True
         plan, repairs = Plan(tuple(self._parts)), planning.reader.repairs
         self._answer.plan, self._answer.repairs = plan, repairs
         self._answer.num_plan_tokens = planning.num_read
         self._schedule.end_plan()
         return PlanEnded(plan, repairs)
 
-    def _add(self, part: Part) -> PartPlanned:
-        if self._options.mode == "sot":
-            part = replace(part, needs=())
-        self._parts.append(part)
-        self._schedule.add(part)
-        self._assembly.add(part)
-        return PartPlanned(part)
-
     # Writing
 
     def _write_parts(self, planning: _Planning) -> Iterator[Event]:
         """Step the plan and all parts that are under way, until all are done."""
         yield from self._read_plan(planning)
-        while not self._schedule.is_done or not self._is_planned:
+        while not self._schedule.is_done or self._answer.plan is None:
             if self._options.deadline_s is not None and self._now_s() > self._options.deadline_s:
                 self._schedule.expire()
             for launch in self._schedule.start():
@@ -251,7 +228,7 @@ class _Run:
             yield from self._read_plan(planning)
             for branch in list(self._running):
                 yield from self._show(branch)
-        if not self._is_planned:
+        if self._answer.plan is None:
             yield self._end_plan(planning)
         if not self._parts:
             self.close()
@@ -341,12 +318,6 @@ class _Run:
 
     # What all share
 
-    def _answer_text(self, text: str) -> AnswerText:
-        if not self._answer.text:
-            self._answer.first_text_s = self._now_s()
-        self._answer.text += text
-        return AnswerText(text)
-
     def _start(
         self,
         prompt_ids: list[int],
@@ -365,9 +336,6 @@ class _Run:
     def _sampling(self, max_new_tokens: int) -> SamplingParams:
         options = self._options
         return SamplingParams(max_new_tokens=max_new_tokens, temperature=options.temperature, seed=options.seed)
-
-    def _now_s(self) -> float:
-        return self._clock() - self._started_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,12 @@ from dataclasses import replace
 from typing import Final
 
 from foretell.errors import ConfigError, InputError, RemoteError
-from foretell.plato.assembly import Assembly
 from foretell.plato.events import (
-    Answer,
-    AnswerText,
     Event,
     FellBack,
     Finished,
     PartEnd,
     PartEnded,
-    PartPlanned,
     PartResult,
     PartStarted,
     PartText,
@@ -32,7 +28,8 @@ from foretell.plato.prompts import QuotedPart, heading, part_request, plan_text,
 from foretell.plato.reader import PlanReader
 from foretell.plato.remote_texts import Note, RemoteText, RemoteTexts, assistant_message
 from foretell.plato.router import Route, route_by_rule
-from foretell.plato.schedule import Launch, Schedule
+from foretell.plato.run import AnswerRun
+from foretell.plato.schedule import Launch
 from foretell.plato.server_client import ChatRequest, Piece, ServerClient, StreamBrokenError
 from foretell.text.chat_template import Message
 
@@ -43,7 +40,7 @@ _NUM_AFTER_PLAN: Final = 4
 """Pieces that may follow a complete plan before its stream is closed: time for END, and for the server's counts."""
 
 
-class RemoteRun:
+class RemoteRun(AnswerRun):
     """One question, until it is answered. What is decided follows from notes, one at a time, and awaits nothing.
 
     Raises:
@@ -63,27 +60,17 @@ class RemoteRun:
             raise ConfigError("`drafter` and `is_reusing` have no effect on a server, which decides itself: drop them")
         if not question.strip():
             raise InputError("the question is empty")
-        self._server, self._question, self._options = server, question, options
-        self._clock, self._started_s = clock, clock()
+        super().__init__(question, options, clock, max_share=2)  # to a part on most servers nothing can be added later
+        self._server = server
         self._texts = RemoteTexts(server, sleep)
         self._planning: RemoteText | None = None
         self._reader: PlanReader | None = None
         self._num_plan_pieces = 0
-        self._parts: list[Part] = []
         self._written: dict[int, RemoteText] = {}
         self._results: dict[int, PartResult] = {}
         self._frontier = 1
         self._failure: RemoteError | None = None
         self._is_routed = self._is_planned = self._is_closed = self._is_done = False
-        self._assembly = Assembly(has_headings=options.has_headings)
-        self._schedule = Schedule(
-            max_parallel=options.max_parallel,
-            max_answer_tokens=options.max_answer_tokens,
-            max_parts=options.max_parts,
-            max_share=2,  # nothing can be added later
-            is_pipelined=options.is_pipelined and options.visibility == "prefix" and options.mode == "plato",
-        )
-        self._answer = Answer(text="", mode=options.mode, plan=None, is_direct=False)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield what happens until the answer is there."""
@@ -220,12 +207,7 @@ class RemoteRun:
     def _add(self, part: Part) -> Iterator[Event]:
         if not self._is_routed:
             yield self._route("the model chose to plan")
-        if self._options.mode == "sot":
-            part = replace(part, needs=())
-        self._parts.append(part)
-        self._schedule.add(part)
-        self._assembly.add(part)
-        yield PartPlanned(part)
+        yield self._add_part(part)
 
     def _end_plan(self, *, is_cut: bool) -> Iterator[Event]:
         self._is_planned = True
@@ -375,12 +357,3 @@ class RemoteRun:
     def _request(self, messages: Sequence[Message], max_tokens: int, part_id: int = 0) -> ChatRequest:
         seed = None if self._options.seed is None else self._options.seed + part_id
         return ChatRequest(messages=messages, max_tokens=max_tokens, temperature=self._options.temperature, seed=seed)
-
-    def _answer_text(self, text: str) -> AnswerText:
-        if not self._answer.text:
-            self._answer.first_text_s = self._now_s()
-        self._answer.text += text
-        return AnswerText(text)
-
-    def _now_s(self) -> float:
-        return self._clock() - self._started_s

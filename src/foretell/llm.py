@@ -201,7 +201,7 @@ class LLM:
                     self.finish(job)
         finally:
             for job in active:
-                self.engine.finish(job.sequence)
+                self.finish(job)
         return [finished[key] for key in sorted(finished)]
 
     def stream(
@@ -253,7 +253,7 @@ class LLM:
     @cached_property
     def prefixes(self) -> PrefixCache:
         """Keys and values of prompt beginnings that planned answers share."""
-        return PrefixCache(self.engine)
+        return PrefixCache(self.engine.runner.cache)
 
     # Sequences that join and leave between passes, for callers that schedule them
 
@@ -327,7 +327,7 @@ class LLM:
                 kept.keep(job.sequence)
                 request.drafter.close()
             else:
-                self.engine.finish(job.sequence)
+                self.finish(job)
 
     def _start_samples(self, prompt_ids: list[int], sampling: SamplingParams, drafter: str | None) -> list[Job]:
         seed = noise_seed(sampling)
@@ -344,7 +344,7 @@ class LLM:
                 jobs.append(Job(sequence, output, seed))
         except BaseException:
             for job in jobs:
-                self.engine.finish(job.sequence)
+                self.finish(job)
             raise
         return jobs
 

@@ -49,7 +49,7 @@ def check_drafter_name(name: str) -> None:
     Raises:
         ConfigError: there is no such drafter.
     """
-    known = tuple(DRAFTERS | MODEL_DRAFTERS | PROMPT_DRAFTERS | OWN_PROMPT_DRAFTERS)
+    known = tuple(_ALL)
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
@@ -123,8 +123,7 @@ def make_drafter(
         raise missing_prompts(name, is_off="prompts" in off)
     if not isinstance(corpus, Corpus):
         corpus = Corpus(corpus)
-    build = (DRAFTERS | MODEL_DRAFTERS | PROMPT_DRAFTERS | OWN_PROMPT_DRAFTERS)[name]
-    drafter = build(
+    drafter = _ALL[name](
         Material(
             eos_ids=eos_ids,
             corpus=corpus if corpus else None,
@@ -279,3 +278,5 @@ PROMPT_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {
 
 OWN_PROMPT_DRAFTERS: Final[dict[str, Callable[[Material], Drafter]]] = {STAGED_PROMPTS: _staged_prompts}
 """Those that need a draft model with prompt tokens of its own."""
+
+_ALL: Final = DRAFTERS | MODEL_DRAFTERS | PROMPT_DRAFTERS | OWN_PROMPT_DRAFTERS

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from foretell.cache.kv_cache import Region
 from foretell.engine.engine import Engine
+from foretell.engine.prefixes import num_shared_tokens
 from foretell.engine.sequence import DecodingSequence
 
 
@@ -22,11 +23,7 @@ class Kept:
         region, self._region = self._region, None
         if region is None:
             return None
-        num_shared = 0
-        for kept, wanted in zip(self._token_ids[: region.length], prompt_ids[:-1], strict=False):
-            if kept != wanted:
-                break
-            num_shared += 1
+        num_shared = num_shared_tokens(self._token_ids[: region.length], prompt_ids[:-1])
         self._engine.runner.cache.truncate(region, num_shared)
         return region
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from foretell.cache.kv_cache import Region
-from foretell.engine.engine import Engine
+from foretell.cache.kv_cache import KVCache, Region
 from foretell.engine.sequence import DecodingSequence
 
 MIN_SHARED: Final = 16
@@ -25,13 +24,13 @@ class PrefixCache:
     """Looks up the longest known beginning of a prompt, token by token.
 
     Args:
-        engine: whose cache holds the slots.
+        cache: holds the slots.
         max_prefixes: beyond so many, the one that was not used for the longest time goes; pinned ones stay.
     """
 
-    def __init__(self, engine: Engine, max_prefixes: int = 8) -> None:
+    def __init__(self, cache: KVCache, max_prefixes: int = 8) -> None:
         assert max_prefixes > 0
-        self._engine, self._max_prefixes = engine, max_prefixes
+        self._cache, self._max_prefixes = cache, max_prefixes
         self._prefixes: list[_Prefix] = []  # the last used one is last
         self.num_reused = self.num_computed = 0
 
@@ -44,7 +43,7 @@ class PrefixCache:
         Whoever takes it passes it on to `Engine.start`, or frees it.
         """
         limit = len(prompt_ids) - 1
-        shared = {prefix: _num_shared(prefix.token_ids, prompt_ids[:limit]) for prefix in self._prefixes}
+        shared = {prefix: num_shared_tokens(prefix.token_ids, prompt_ids[:limit]) for prefix in self._prefixes}
         best = max(shared, key=shared.__getitem__, default=None)
         num_shared = 0 if best is None else shared[best]
         if best is None or num_shared < MIN_SHARED:
@@ -54,7 +53,7 @@ class PrefixCache:
         self._prefixes.append(best)
         self.num_reused += num_shared
         self.num_computed += limit - num_shared
-        return self._engine.runner.cache.fork(best.region, num_shared)
+        return self._cache.fork(best.region, num_shared)
 
     def keep(self, sequence: DecodingSequence, num_tokens: int, *, is_pinned: bool = False) -> None:
         """Keep a copy of the slots of a sequence's first tokens, unless they are known."""
@@ -62,23 +61,23 @@ class PrefixCache:
         token_ids = sequence.token_ids[:num_tokens]
         if num_tokens < MIN_SHARED or any(prefix.token_ids[:num_tokens] == token_ids for prefix in self._prefixes):
             return
-        region = self._engine.runner.cache.fork(sequence.region, num_tokens)
+        region = self._cache.fork(sequence.region, num_tokens)
         self._prefixes.append(_Prefix(token_ids, region, is_pinned))
         while len(self._prefixes) > self._max_prefixes:
             oldest = next((prefix for prefix in self._prefixes if not prefix.is_pinned), None)
             if oldest is None:
                 return
             self._prefixes.remove(oldest)
-            self._engine.runner.cache.free(oldest.region)
+            self._cache.free(oldest.region)
 
     def close(self) -> None:
         """Give all slots back."""
         for prefix in self._prefixes:
-            self._engine.runner.cache.free(prefix.region)
+            self._cache.free(prefix.region)
         self._prefixes.clear()
 
 
-def _num_shared(known: Sequence[int], wanted: Sequence[int]) -> int:
+def num_shared_tokens(known: Sequence[int], wanted: Sequence[int]) -> int:
     """Return how many tokens two sequences begin with together."""
     for place, (left, right) in enumerate(zip(known, wanted, strict=False)):
         if left != right:

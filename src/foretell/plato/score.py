@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import torch
 
+from foretell.engine.engine import PREFILL_ROWS
 from foretell.passes.rows import Rows
 from foretell.plato.host import Host
 
 Score = Callable[[str, str], float]
 """Takes a question and an answer's text, returns the target's mean log-probability per token of the answer."""
-
-_CHUNK_ROWS: Final = 256
 
 
 def target_score(llm: Host) -> Score:
@@ -34,8 +32,8 @@ def target_score(llm: Host) -> Score:
         region = runner.cache.allocate(len(token_ids))
         try:
             total = 0.0
-            for start in range(0, len(token_ids) - 1, _CHUNK_ROWS):
-                stop = min(start + _CHUNK_ROWS, len(token_ids) - 1)
+            for start in range(0, len(token_ids) - 1, PREFILL_ROWS):
+                stop = min(start + PREFILL_ROWS, len(token_ids) - 1)
                 hidden = runner.prefill(Rows.chain(region, token_ids[start:stop]))  # [N, E]
                 first = max(start, len(prompt_ids) - 1)  # the row whose next token is the answer's first
                 if first < stop:

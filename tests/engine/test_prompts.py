@@ -279,3 +279,25 @@ def test_ranks_that_a_tuning_found_decide(lab: Any) -> None:
     assert Prompting(tokens, lab.VOCAB_SIZE, found).policy(pass_s).tokens_per_pass < 1.1
     for other in ({}, kept | {"digest": "another"}, kept | {"counts": [[1]]}):
         assert known_ranks(other, tokens) is None
+
+
+DAMAGED: dict[str, Any] = {
+    "none": None,
+    "ragged": [[1, 2], [3]],
+    "text": "many",
+    "a dict": {"1": 2},
+    "texts": np.full((4, 4, 4), "7").tolist(),
+    "huge": np.full((4, 4, 4), 10**30).tolist(),
+    "overflowing": np.full((4, 4, 4), 2**62).tolist(),
+    "negative": np.full((4, 4, 4), -1).tolist(),
+    "fractional": np.full((4, 4, 4), 0.5).tolist(),
+    "not finite": np.full((4, 4, 4), np.nan).tolist(),
+    "truths": np.full((4, 4, 4), True).tolist(),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_ranks_are_left_aside(lab: Any, name: str) -> None:
+    tokens = tokens_of(lab)
+    assert known_ranks({"digest": tokens.digest, "counts": DAMAGED[name]}, tokens) is None
+    assert known_ranks({"digest": tokens.digest}, tokens) is None

@@ -11,7 +11,7 @@ import numpy as np
 from foretell.drafters.drafter import DrawingDrafter
 from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.engine.sequence import DecodingSequence
-from foretell.hardware.prompt_policy import GuessRanks, PromptPolicy, solve
+from foretell.hardware.prompt_policy import MAX_COUNT, GuessRanks, PromptPolicy, solve
 from foretell.hardware.prompt_rows import PromptWorth
 
 _DECAY: Final = 0.97
@@ -78,11 +78,16 @@ class Prompting:
 
 
 def known_ranks(document: Mapping[str, Any], tokens: PromptTokens) -> GuessRanks | None:
-    """Return the ranks that a tuning kept for these very prompt tokens; None where it kept others or none."""
+    """Return the ranks that a tuning kept for these very prompt tokens; None where it kept others or damage."""
     if document.get("digest") != tokens.digest:
         return None
-    counts = np.array(document.get("counts"), dtype=np.int64)  # [R + 1] * m
-    return GuessRanks(counts) if counts.shape == tokens.ranks.counts.shape else None
+    try:
+        counts = np.array(document.get("counts"))  # [R + 1] * m
+    except ValueError:  # ragged
+        return None
+    if counts.dtype != np.int64 or counts.shape != tokens.ranks.counts.shape:
+        return None
+    return GuessRanks(counts) if counts.min() >= 0 and counts.max() <= MAX_COUNT else None
 
 
 @dataclass(frozen=True, slots=True)

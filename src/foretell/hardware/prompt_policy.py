@@ -22,6 +22,9 @@ from foretell.hardware.prompt_rows import PromptWorth, RowPurchase, buy_rows
 _MAX_NODES: Final = 64
 """Nodes of a tree that are looked at."""
 
+MAX_COUNT: Final = 2**31 - 1
+"""Of places, so that no sum of counts overflows."""
+
 _MAX_ROUNDS: Final = 40
 
 _ENDING: Final = 1e-3

@@ -106,6 +106,17 @@ class LLM:
         self.next_ids_store = NextIdsStore(cache_home() / "next_ids", fingerprint, self.config.vocab_size)
         self.next_ids = self.next_ids_store.find(notify)
         max_tokens = choose_context(context_tokens, self.config.max_positions)
+        target = Target(
+            folder=files.folder,
+            config=self.config,
+            tokenizer=self.tokenizer,
+            fingerprint=fingerprint,
+            dtype=torch_dtype,
+            device=torch_device,
+            context_tokens=max_tokens,
+            is_compiled=compile,
+        )
+        self.prompts = load_prompts(prompts, target, notify)
         compiled = None
         if compile:
             from foretell.passes.compiled import load_compiled
@@ -118,18 +129,7 @@ class LLM:
         self.profile_key = profile_key(files, model_, is_compiled=compile)
         known = self.profile_store.load(self.profile_key)
         calibration = Calibration() if known is None else Calibration.from_json(known.calibration)
-        target = Target(
-            folder=files.folder,
-            config=self.config,
-            tokenizer=self.tokenizer,
-            fingerprint=fingerprint,
-            dtype=torch_dtype,
-            device=torch_device,
-            context_tokens=max_tokens,
-            is_compiled=compile,
-        )
         self.draft = load_draft(draft, target, calibration, notify)
-        self.prompts = load_prompts(prompts, target, notify)
         self._off = [name for name, choice in (("draft", draft), ("prompts", prompts)) if choice == NONE]
         is_cpu = torch_device.type == "cpu"
         if is_cpu:

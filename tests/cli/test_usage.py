@@ -71,6 +71,8 @@ def test_every_command_has_help(foretell: Foretell, command: str) -> None:
         (["train", "ngram", "--samples", "0"], "--samples"),
         (["train", "ngram", "--max-bytes", "0"], "--max-bytes"),
         (["train", "ngram", "--seed", "-1"], "--seed"),
+        (["train", "prompts", "--draft", "none/such", "--capacity", "prefix"], "`capacity`='prefix' is of no use"),
+        (["train", "prompts", "--draft", "none/such", "--slots", "2"], "`slots`=2 is of no use with `draft`"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(foretell: Foretell, args: list[str], part: str) -> None:

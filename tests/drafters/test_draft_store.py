@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from foretell.drafters.katz import FILE, KatzLevel, KatzTable, level_dtypes, write_katz
+from foretell.drafters.prompt_store import write_prompts
 from foretell.errors import ConfigError
 from foretell.hardware.profile import LatencyProfile
+from foretell.hardware.prompt_policy import GuessRanks
 from foretell.llm import LLM
 from foretell.models.config import FULL, read_config
 from foretell.models.draft_files import draft_digest, write_draft
 from foretell.params import SamplingParams
 from foretell.train.draft_module import DraftModule
+from foretell.train.prompt_module import PromptModule, PromptRecipe
 from tiny import save_model
 
 FLAT = LatencyProfile(key={"model": "flat"}, contexts=(0,), num_rows=(1, 16), pass_s=((1.0, 1.0),))
@@ -77,6 +80,25 @@ def write_random_draft(folder: Path, llm: LLM, seed: int) -> None:
     write_draft(
         folder, config, tensors, np.arange(259), fingerprint=llm.fingerprint, card="card", provenance={"seed": seed}
     )
+
+
+def test_adapters_of_a_drafts_own_prompts_are_left_out_of_compiled_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, folder = LLM(save_model(tmp_path / "target"), dtype="float32", threads=1), tmp_path / "draft"
+    write_random_draft(folder, llm, seed=0)
+    body = replace(read_config(llm.folder), num_layers=1, layer_types=(FULL,))
+    module = PromptModule(PromptRecipe(capacity="lora+sampler", num_slots=1), body, torch.zeros(32), 1.0)
+    ranks, facts = GuessRanks(np.ones(11, dtype=np.int64)), {"card": "", "provenance": {}}
+    write_prompts(folder / "prompts", module.tensors(), np.arange(9), ranks, fingerprint=draft_digest(folder), **facts)
+    monkeypatch.setattr("foretell.passes.compiled.load_compiled", lambda *_, **__: None)
+    for is_compiled in (False, True):
+        notes: list[str] = []
+        loaded = LLM(llm.folder, dtype="float32", threads=1, draft=folder, compile=is_compiled, notify=notes.append)
+        assert loaded.draft is not None
+        assert (loaded.draft.engine.prompts is None) == is_compiled
+        assert len(notes) == is_compiled
+        assert all("left out: train others, with `--capacity sampler`" in note for note in notes)
 
 
 def empty_table() -> KatzTable:

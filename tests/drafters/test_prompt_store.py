@@ -19,6 +19,8 @@ from foretell.drafters.prompt_store import WEIGHTS, prompts_home, write_prompts
 from foretell.errors import ConfigError, ModelError
 from foretell.hardware.prompt_policy import GuessRanks
 from foretell.llm import LLM
+from foretell.models.config import read_config
+from foretell.train.prompt_module import PromptModule, PromptRecipe
 from tiny import save_model
 
 WIDTH, KEPT = 32, np.array([2, 5, 9, 200])
@@ -133,6 +135,27 @@ def test_damage_is_told(target: Path, fingerprint: str, tmp_path: Path, damage: 
     with pytest.raises(ModelError, match=message) as told:
         load(target, prompts=folder)
     assert "\n" not in str(told.value)
+
+
+def lora_of(config: Any) -> dict[str, Tensor]:
+    """Return low-rank additions by the names that files have, dots as double underscores."""
+    module = PromptModule(PromptRecipe(capacity="lora"), config, torch.zeros(config.hidden_size), 1.0)
+    return {name.replace(".", "__"): each.bfloat16() for name, each in module.tensors().items() if "lora" in name}
+
+
+def test_adapters_and_compiled_passes_are_refused_before_compiling(
+    target: Path, fingerprint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_(*_: object, **__: object) -> None:
+        raise AssertionError("passes were compiled")
+
+    folder = save_prompts(prompts_home(fingerprint), fingerprint, **lora_of(read_config(target)))
+    assert load(target).settings["prompts"] == str(folder)
+    monkeypatch.setattr("foretell.passes.compiled.load_compiled", compile_)
+    with pytest.raises(ConfigError, match=r"eager passes only, not with `compile`: .* \(`--prompts none`\)"):
+        load(target, compile=True)
+    with pytest.raises(AssertionError, match="passes were compiled"):
+        load(target, compile=True, prompts="none")
 
 
 def test_the_drafter_needs_prompt_tokens(target: Path) -> None:

@@ -214,6 +214,15 @@ def test_recipes_and_places_are_checked(llm: LLM, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             PromptRecipe(**fields)  # type: ignore[arg-type]
+    for fields, message in (
+        ({"capacity": "prefix"}, "`capacity`='prefix' is of no use with `draft`.*: take sampler or prefix"),
+        ({"capacity": "lora+sampler"}, "`capacity`='lora.sampler' is of no use with `draft`"),
+        ({"num_slots": 2}, "`slots`=2 is of no use with `draft`.*: leave `--slots` out"),
+        ({"num_slots": 1, "num_chains": 2}, "`ensemble`=2 is of no use with `draft`"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            produce_prompts(llm, tmp_path / "x", PromptRecipe(**fields), 100, draft=tmp_path)  # type: ignore[arg-type]
+    PromptRecipe(capacity="prefix+sampler", num_slots=1).check_for_draft()
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds something that is no prompt tokens"):
         produce_prompts(llm, tmp_path, RECIPE, 100)

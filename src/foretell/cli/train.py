@@ -137,7 +137,8 @@ def prompts(
         Literal["embeddings", "prefix", "sampler", "prefix+sampler", "lora", "lora+sampler"],
         typer.Option(
             help="embeddings: prompt tokens alone; prefix: and keys and values that they alone see; sampler: and a "
-            "small block between them and the guesses; lora: and low-rank additions to all layers."
+            "small block between them and the guesses; lora: and low-rank additions to all layers. With --draft "
+            "sampler or prefix+sampler."
         ),
     ] = "sampler",
     draft: Annotated[
@@ -148,9 +149,11 @@ def prompts(
     ] = None,
     slots: Annotated[
         int | None,
-        typer.Option(help="Prompt tokens behind a place.", show_default="3; 1 for a draft", min=1, max=8),
+        typer.Option(help="Prompt tokens behind a place.", show_default="3; 1 with --draft, and no more", min=1, max=8),
     ] = None,
-    ensemble: Annotated[int, typer.Option(help="Chains of prompt tokens, averaged.", min=1, max=16)] = 1,
+    ensemble: Annotated[
+        int, typer.Option(help="Chains of prompt tokens, averaged; 1 for drafts.", min=1, max=16)
+    ] = 1,
     tokens: TokensOption = 1_000_000,
     epochs: Annotated[float, typer.Option(help="Times that the text is read.")] = 1.5,
     prompts: Annotated[
@@ -177,11 +180,15 @@ def prompts(
     from foretell.cli.terminal import counted_stages
     from foretell.drafters.draft_store import OWN_PROMPTS
     from foretell.drafters.prompt_store import prompts_home
+    from foretell.train.produce import check_draft
     from foretell.train.produce_prompts import produce_prompts
     from foretell.train.prompt_module import PromptRecipe
 
     num_slots = slots if slots is not None else 3 if draft is None else 1
     recipe = PromptRecipe(capacity=capacity, num_slots=num_slots, num_chains=ensemble, num_epochs=epochs, seed=seed)
+    if draft is not None:
+        recipe.check_for_draft()
+        check_draft(draft)
     llm = _load(target, threads)
     folder = out or (prompts_home(llm.fingerprint) if draft is None else draft / OWN_PROMPTS)
     with counted_stages("writing text (tokens)", "training (steps)") as (written, steps):

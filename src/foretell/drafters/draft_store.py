@@ -148,8 +148,8 @@ def _load(folder: Path, target: Target, calibration: Calibration, notify: Callab
 def _read_own_prompts(
     folder: Path, target: Target, model: DraftModel, notify: Callable[[str], None] | None
 ) -> PromptTokens | None:
-    """Return the draft model's own prompt tokens; None where there are none, or they are another draft's."""
-    from foretell.drafters.prompt_store import is_prompts, read_prompts  # which knows of targets from here
+    """Return the draft model's own prompt tokens; None where there are none, or none that serve it."""
+    from foretell.drafters.prompt_store import eager_only, is_prompts, read_prompts  # which knows of targets from here
 
     if not is_prompts(folder / OWN_PROMPTS):
         return None
@@ -159,6 +159,10 @@ def _read_own_prompts(
     except ModelError as error:
         if notify is not None:
             notify(str(error))
+        return None
+    if tokens.adapters and target.is_compiled:
+        if notify is not None:
+            notify(f"{eager_only(folder / OWN_PROMPTS)}, they are left out: train others, with `--capacity sampler`")
         return None
     if tokens.sampler is not None and np.array_equal(tokens.sampler.kept_ids, model.kept_ids):
         tokens.sampler.head = model.head  # the same rows

@@ -20,7 +20,7 @@ from foretell.drafters.fixed_prompts import RULES, FixedPromptsDrafter
 from foretell.drafters.next_ids import SHIPPED
 from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.drafters.prompts import PromptsDrafter
-from foretell.errors import ModelError
+from foretell.errors import ConfigError, ModelError
 from foretell.hardware.prompt_policy import GuessRanks
 from foretell.models.artefacts import CONFIG, read_tensors, write_artefact
 from foretell.models.draft_files import shared_names
@@ -169,10 +169,13 @@ def load_prompts(
 
     Raises:
         ModelError: those that were asked for are missing, damaged, or of another target.
+        ConfigError: passes are to be compiled, and these run in eager ones only.
     """
 
     def read(folder: Path) -> LoadedPrompts:
         tokens = read_prompts(folder, target)
+        if tokens.adapters and target.is_compiled:
+            raise ConfigError(f"{eager_only(folder)}: leave `compile` out, or use `prompts`='none' (`--prompts none`)")
         return LoadedPrompts(tokens=tokens, source=str(folder), vocab_size=target.config.vocab_size)
 
     if prompts == NONE:
@@ -196,6 +199,11 @@ def has_prompts(fingerprint: str) -> bool:
             if is_prompts(folder) and _read_fingerprint(folder) == fingerprint:
                 return True
     return False
+
+
+def eager_only(folder: Path) -> str:
+    """Return what is said of prompt tokens that compiled passes cannot run, without the remedy."""
+    return f"prompt tokens {folder} have low-rank additions, which run in eager passes only, not with `compile`"
 
 
 def _homes(fingerprint: str) -> list[Path]:

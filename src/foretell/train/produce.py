@@ -135,7 +135,7 @@ def produce_ngram(
     from foretell.train.katz import train_ngram
 
     reports = reports or Reports()
-    _check_draft(folder)
+    check_draft(folder)
     runner = llm.engine.runner
     draft = read_draft(
         folder, llm.folder, llm.config, llm.fingerprint, dtype=runner.model.dtype, device=runner.model.device
@@ -226,7 +226,7 @@ def check_place(out: Path, is_own: Callable[[Path], bool], kind: str) -> Path:
     return out
 
 
-def _check_draft(folder: Path) -> None:
+def check_draft(folder: Path) -> None:
     """Raise where a folder holds no draft that its files tell of."""
     if not folder.is_dir():
         raise ModelError(f"{folder} does not exist: make a draft first, with `foretell train draft`")

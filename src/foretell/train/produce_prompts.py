@@ -40,8 +40,11 @@ def produce_prompts(
     Raises:
         ModelError: the draft is missing, damaged, or of another target.
         InputError: there is too little text, or a shard of it is damaged.
-        ConfigError: `out` holds something else or cannot be written, or gradients cannot pass through this target.
+        ConfigError: `out` holds something else or cannot be written, gradients cannot pass through this target, or the
+            recipe is of no use for a draft.
     """
+    if draft is not None:
+        recipe.check_for_draft()
     out = check_place(out, is_prompts, "prompt tokens")
     model, kept_ids = llm.engine.runner.model, None
     target = TargetTensors.read(llm.config, llm.folder, llm.fingerprint)
@@ -51,6 +54,11 @@ def produce_prompts(
     if not isinstance(model, Llama | GPT2):
         raise ConfigError(
             f"prompt tokens need a decoder of foretell's own, {model.config.model_type} has none: use another drafter"
+        )
+    if recipe.has_lora and not isinstance(model, Llama):
+        raise ConfigError(
+            f"`capacity`={recipe.capacity!r} needs a llama-like model, this one is {model.config.model_type}: take "
+            "embeddings or sampler"
         )
     started_s = time.perf_counter()
     examples = own_examples(llm, num_tokens, recipe.seed, prompts, written, text=text)

@@ -70,6 +70,24 @@ class PromptRecipe:
         if not 0 < self.num_epochs <= 1000:
             raise ConfigError(f"`epochs` must be above 0, got {self.num_epochs}; 1,000 at most")
 
+    def check_for_draft(self) -> None:
+        """Refuse what the drafter that uses a draft model's own prompt tokens would not read, `staged+prompts`.
+
+        Raises:
+            ConfigError: there is no sampler, there are low-rank additions, or more than one slot or chain.
+        """
+        if not self.has_sampler or self.has_lora:
+            raise ConfigError(
+                f"`capacity`={self.capacity!r} is of no use with `draft`, whose prompt tokens guess through a sampler "
+                "in compiled passes too: take sampler or prefix+sampler"
+            )
+        for name, number in (("slots", self.num_slots), ("ensemble", self.num_chains)):
+            if number > 1:
+                raise ConfigError(
+                    f"`{name}`={number} is of no use with `draft`, behind whose nodes one prompt token rides: "
+                    f"leave `--{name}` out, or give 1"
+                )
+
 
 class PromptModule(nn.Module):
     """What is trained.

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from foretell.drafters.combined import CombinedDrafter
+from foretell.drafters.fixed_prompts import RULES, FixedPromptsDrafter
 from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.drafters.prompts import PromptsDrafter
 from foretell.engine import drafting
@@ -205,6 +206,23 @@ def test_several_sequences_and_samples(lab: Any, policy: Any) -> None:
     assert [sequence.token_ids for sequence in sequences] == expected
     assert len(set(map(tuple, expected))) == 3
     assert all(num_prompt_rows(sequence.stats) > 0 for sequence in sequences)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_settled_trees_keep_to_the_rows_of_a_pass(lab: Any, name: str) -> None:
+    """The root's chains alone take more."""
+    tokens, prompt = tokens_of(lab, 16, num_slots=4), lab.prompt(0)
+    larger = LatencyProfile(key={}, contexts=(0,), num_rows=(1, 40), pass_s=((1.0, 1.0),))
+    truth = lab.decode(None, prompt)
+    num_rows = {}
+    for profile in (lab.FLAT, larger):
+        engine = engine_of(lab, tokens, profile=profile)
+        trees = RULES[name](tokens, engine.drafting.curve(0))
+        drafter = FixedPromptsDrafter(tokens, trees, lab.VOCAB_SIZE, name, eos_ids=frozenset())
+        run = lab.run(engine, lab.request(prompt, drafter))
+        assert run.sequence.token_ids == truth
+        num_rows[profile.max_rows] = num_prompt_rows(run.sequence.stats)
+    assert num_rows[16] == 0 < num_rows[40]
 
 
 def test_rows_that_cost_a_pass_each_are_not_bought(lab: Any) -> None:

@@ -67,7 +67,8 @@ class FixedPromptsDrafter(TableDrafter):
     def propose(self, proposal: Proposal) -> TokenTree:
         fixed = self._trees[0 if self._step is None else self._step.num_slots]
         tree = TokenTree.root(proposal.tip)
-        num_prompts = [fixed.num_prompts[0]]
+        num_left = max(len(proposal.pass_s) - 1, proposal.max_nodes)  # rows; of an ensemble even the root's may be more
+        num_prompts = [min(fixed.num_prompts[0], num_left // self._tokens.num_chains)]
         nodes: dict[tuple[int, ...], int] = {(): 0}
         ranked: dict[int, list[tuple[float, int]]] = {}
         num_rows = 1 + self._tokens.num_chains * num_prompts[0]

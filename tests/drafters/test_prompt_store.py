@@ -90,6 +90,7 @@ WRONG: dict[str, dict[str, Tensor]] = {
     "slots": {"embeddings": torch.zeros(2, 2, WIDTH)},
     "dimensions": {"embeddings": torch.zeros(3, WIDTH)},
     "chains": {"embeddings": torch.zeros(0, 3, WIDTH)},
+    "many slots": {"embeddings": torch.zeros(1, 6, WIDTH), "ranks": torch.ones((2,) * 6, dtype=torch.int32)},
     "ranks": {"ranks": torch.zeros(11, 4, 11, dtype=torch.int32)},
     "mix": {"sampler__mix__weight": torch.zeros(WIDTH, WIDTH)},
     "bias": {"sampler__mix__bias": torch.zeros(WIDTH + 1)},

@@ -208,7 +208,7 @@ def test_trained_prompt_tokens_serve_their_target(llm: LLM, examples: Examples, 
 def test_recipes_and_places_are_checked(llm: LLM, tmp_path: Path) -> None:
     for fields, message in (
         ({"capacity": "huge"}, "there is no capacity 'huge': choose one of embeddings, prefix, sampler"),
-        ({"num_slots": 9}, "`num_slots` must be from 1 to 8, got 9"),
+        ({"num_slots": 6}, "`num_slots` must be from 1 to 5, got 6"),
         ({"num_chains": 0}, "`num_chains` must be from 1 to 16, got 0"),
         ({"num_epochs": 0}, "`epochs` must be above 0, got 0"),
     ):

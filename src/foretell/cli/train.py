@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from foretell.cli.options import DebugOption, JsonOption
+from foretell.hardware.prompt_rows import MAX_SLOTS
 
 if TYPE_CHECKING:
     from foretell.cli.terminal import Count
@@ -149,11 +150,11 @@ def prompts(
     ] = None,
     slots: Annotated[
         int | None,
-        typer.Option(help="Prompt tokens behind a place.", show_default="3; 1 with --draft, and no more", min=1, max=8),
+        typer.Option(
+            help="Prompt tokens behind a place.", show_default="3; 1 with --draft, and no more", min=1, max=MAX_SLOTS
+        ),
     ] = None,
-    ensemble: Annotated[
-        int, typer.Option(help="Chains of prompt tokens, averaged; 1 for drafts.", min=1, max=16)
-    ] = 1,
+    ensemble: Annotated[int, typer.Option(help="Chains of prompt tokens, averaged; 1 for drafts.", min=1, max=16)] = 1,
     tokens: TokensOption = 1_000_000,
     epochs: Annotated[float, typer.Option(help="Times that the text is read.")] = 1.5,
     prompts: Annotated[

@@ -22,6 +22,7 @@ from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.drafters.prompts import PromptsDrafter
 from foretell.errors import ConfigError, ModelError
 from foretell.hardware.prompt_policy import GuessRanks
+from foretell.hardware.prompt_rows import MAX_SLOTS
 from foretell.models.artefacts import CONFIG, read_tensors, write_artefact
 from foretell.models.draft_files import shared_names
 from foretell.models.files import cache_home
@@ -129,6 +130,8 @@ def read_prompts(folder: Path, target: Target) -> PromptTokens:
             raise ValueError(f"embeddings {tuple(embeddings.shape)}")
         if len(set(ranks.counts.shape)) != 1 or len(ranks.counts) < 2:
             raise ValueError(f"ranks {ranks.counts.shape}")
+        if ranks.num_slots > MAX_SLOTS:
+            raise ValueError(f"{ranks.num_slots} slots, {MAX_SLOTS} at most")
         sampler = None
         if "sampler.out.weight" in stored:
             _check_sampler(stored, width)

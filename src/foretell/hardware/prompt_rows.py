@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import pairwise
+from typing import Final
+
+MAX_SLOTS: Final = 5
+"""Most prompt tokens of a chain: ranks are counted jointly, 11 ** m counts with ten ranks told apart."""
 
 
 @dataclass(frozen=True, slots=True)

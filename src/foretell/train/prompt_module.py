@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretell.errors import ConfigError
+from foretell.hardware.prompt_rows import MAX_SLOTS
 from foretell.models.config import ModelConfig
 from foretell.models.llama import LayerAdapters
 from foretell.models.sampler import sampler_inputs
@@ -64,7 +65,7 @@ class PromptRecipe:
     def __post_init__(self) -> None:
         if self.capacity not in get_args(Capacity):
             raise ConfigError(f"there is no capacity {self.capacity!r}: choose one of {', '.join(get_args(Capacity))}")
-        for name, limit in (("num_slots", 8), ("num_chains", 16)):
+        for name, limit in (("num_slots", MAX_SLOTS), ("num_chains", 16)):
             if not 1 <= getattr(self, name) <= limit:
                 raise ConfigError(f"`{name}` must be from 1 to {limit}, got {getattr(self, name)}")
         if not 0 < self.num_epochs <= 1000:

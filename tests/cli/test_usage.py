@@ -71,7 +71,7 @@ def test_every_command_has_help(foretell: Foretell, command: str) -> None:
         (["train", "ngram", "--samples", "0"], "--samples"),
         (["train", "ngram", "--max-bytes", "0"], "--max-bytes"),
         (["train", "ngram", "--seed", "-1"], "--seed"),
-        (["train", "prompts", "--slots", "6"], "6 is not in the range 1<=x<=5"),
+        (["train", "prompts", "--slots", "6"], "less than or equal to 5"),
         (["train", "prompts", "--draft", "none/such", "--capacity", "prefix"], "`capacity`='prefix' is of no use"),
         (["train", "prompts", "--draft", "none/such", "--slots", "2"], "`slots`=2 is of no use with `draft`"),
     ],

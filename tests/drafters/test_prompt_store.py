@@ -47,8 +47,11 @@ def fingerprint(target: Path) -> str:
         return LLM(target, dtype="float32", threads=1, draft="none").fingerprint
 
 
-def save_prompts(folder: Path, fingerprint: str, **changed: Tensor) -> Path:
-    """Save two chains of three prompt tokens with a sampler; `changed` by name, dots as double underscores."""
+def save_prompts(folder: Path, fingerprint: str, **changed: Tensor | None) -> Path:
+    """Save two chains of three prompt tokens with a sampler; `changed` by name, None leaves one out.
+
+    Dots are double underscores.
+    """
     tensors = {
         "embeddings": torch.randn(2, 3, WIDTH),
         "sampler.mix.weight": torch.randn(WIDTH, 2 * WIDTH),
@@ -59,7 +62,7 @@ def save_prompts(folder: Path, fingerprint: str, **changed: Tensor) -> Path:
     write_prompts(folder, tensors, KEPT, ranks, fingerprint=fingerprint, card="# Card\n", provenance={})
     if changed:
         stored = load_file(folder / WEIGHTS) | {name.replace("__", "."): each for name, each in changed.items()}
-        save_file(stored, folder / WEIGHTS)
+        save_file({name: each for name, each in stored.items() if each is not None}, folder / WEIGHTS)
     return folder
 
 
@@ -85,7 +88,7 @@ def test_those_of_another_target_are_refused_or_passed_over(target: Path, finger
     assert load(target).settings["prompts"] == "none"
 
 
-WRONG: dict[str, dict[str, Tensor]] = {
+WRONG: dict[str, dict[str, Tensor | None]] = {
     "width": {"embeddings": torch.zeros(2, 3, WIDTH + 1)},
     "slots": {"embeddings": torch.zeros(2, 2, WIDTH)},
     "dimensions": {"embeddings": torch.zeros(3, WIDTH)},
@@ -98,6 +101,22 @@ WRONG: dict[str, dict[str, Tensor]] = {
     "out": {"sampler__out__weight": torch.zeros(WIDTH, WIDTH + 1)},
     "order": {"kept_ids": torch.tensor([2, 9, 5])},
     "beyond": {"kept_ids": torch.tensor([2, 259])},
+    "matrix": {"kept_ids": torch.tensor([[2], [5]])},
+    "fractions": {"kept_ids": torch.tensor([2.5, 5.0])},
+    "no out": {"sampler__out__weight": None},
+    "not finite": {"embeddings": torch.full((2, 3, WIDTH), torch.nan)},
+    "infinite": {"sampler__out__weight": torch.full((WIDTH, WIDTH), torch.inf)},
+    "whole": {"embeddings": torch.zeros(2, 3, WIDTH, dtype=torch.int64)},
+    "flat ranks": {"ranks": torch.tensor(7)},
+    "negative ranks": {"ranks": torch.full((11, 11, 11), -1)},
+    "huge ranks": {"ranks": torch.full((11, 11, 11), 2**62)},
+    "ranks in halves": {"ranks": torch.full((11, 11, 11), 0.5, dtype=torch.bfloat16)},
+    "prefix layers": {"prefix": torch.zeros(3, 4, 2, 8)},
+    "flat prefix": {"prefix": torch.zeros(2, 4)},
+    "long prefix": {"prefix": torch.zeros(2, 4, 33, 8)},
+    "empty prefix": {"prefix": torch.zeros(2, 4, 0, 8)},
+    "prefix not finite": {"prefix": torch.full((2, 4, 2, 8), torch.nan)},
+    "adapter alone": {"lora__0__qkv__down": torch.zeros(4, WIDTH)},
     "empty": {"kept_ids": torch.zeros(0, dtype=torch.int32)},
 }
 
@@ -138,7 +157,7 @@ def test_damage_is_told(target: Path, fingerprint: str, tmp_path: Path, damage: 
     assert "\n" not in str(told.value)
 
 
-def lora_of(config: Any) -> dict[str, Tensor]:
+def lora_of(config: Any) -> dict[str, Tensor | None]:
     """Return low-rank additions by the names that files have, dots as double underscores."""
     module = PromptModule(PromptRecipe(capacity="lora"), config, torch.zeros(config.hidden_size), 1.0)
     return {name.replace(".", "__"): each.bfloat16() for name, each in module.tensors().items() if "lora" in name}
@@ -157,6 +176,31 @@ def test_adapters_and_compiled_passes_are_refused_before_compiling(
         load(target, compile=True)
     with pytest.raises(AssertionError, match="passes were compiled"):
         load(target, compile=True, prompts="none")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("lora.1.output.up", lambda up: up[:-1]),
+        ("lora.1.output.up", lambda up: up[:, :-1]),
+        ("lora.0.qkv.down", lambda down: down[:, :-1]),
+        ("lora.0.down.down", lambda down: down[:0]),
+        ("lora.0.gate_up.down", lambda down: torch.tensor(1.0)),
+        ("lora.1.gate_up.up", lambda up: up / 0),
+        ("lora.1.down.up", lambda up: None),
+        ("lora.2.qkv.down", lambda _: torch.zeros(16, WIDTH)),
+        ("lora.first.qkv.down", lambda _: torch.zeros(16, WIDTH)),
+    ],
+)
+def test_damaged_adapters_are_told(target: Path, fingerprint: str, tmp_path: Path, name: str, damage: Any) -> None:
+    adapters = lora_of(read_config(target))
+    key = name.replace(".", "__")
+    damaged = damage(adapters.get(key))
+    adapters[key] = damaged if damaged is None else damaged.contiguous()
+    folder = save_prompts(tmp_path / "prompts", fingerprint, **adapters)
+    with pytest.raises(ModelError, match=r"does not hold what prompt tokens need .*: train them again with `f") as told:
+        load(target, prompts=folder)
+    assert "\n" not in str(told.value)
 
 
 def test_the_drafter_needs_prompt_tokens(target: Path) -> None:

@@ -21,12 +21,12 @@ from foretell.drafters.next_ids import SHIPPED
 from foretell.drafters.prompt_tokens import PromptTokens
 from foretell.drafters.prompts import PromptsDrafter
 from foretell.errors import ConfigError, ModelError
-from foretell.hardware.prompt_policy import GuessRanks
+from foretell.hardware.prompt_policy import MAX_COUNT, GuessRanks
 from foretell.hardware.prompt_rows import MAX_SLOTS
 from foretell.models.artefacts import CONFIG, read_tensors, write_artefact
 from foretell.models.draft_files import shared_names
 from foretell.models.files import cache_home
-from foretell.models.llama import LayerAdapters
+from foretell.models.llama import LayerAdapters, linear_shapes
 from foretell.models.sampler import Sampler
 from foretell.models.weights import WeightReader
 
@@ -123,40 +123,21 @@ def read_prompts(folder: Path, target: Target) -> PromptTokens:
         )
     stored = read_tensors(folder / WEIGHTS, REMEDY)
     try:
+        _check_numbers(stored)
+        ranks = _read_ranks(stored["ranks"])
         embeddings = stored["embeddings"].to(target.device, target.dtype)  # [C, m, E]
-        ranks = GuessRanks(stored["ranks"].numpy().astype(np.int64))
-        width = target.config.hidden_size
-        if embeddings.ndim != 3 or embeddings.shape[1:] != (ranks.num_slots, width) or len(embeddings) == 0:
-            raise ValueError(f"embeddings {tuple(embeddings.shape)}")
-        if len(set(ranks.counts.shape)) != 1 or len(ranks.counts) < 2:
-            raise ValueError(f"ranks {ranks.counts.shape}")
-        if ranks.num_slots > MAX_SLOTS:
-            raise ValueError(f"{ranks.num_slots} slots, {MAX_SLOTS} at most")
-        sampler = None
-        if "sampler.out.weight" in stored:
-            _check_sampler(stored, width)
-            kept_ids = stored["kept_ids"].long()  # [K]
-            if not (kept_ids.diff() > 0).all() or int(kept_ids[0]) < 0 or int(kept_ids[-1]) >= target.config.vocab_size:
-                raise ValueError("kept ids")
-            with WeightReader(target.folder) as reader:
-                embedding_name, head_name = shared_names(reader, target.config)
-                embedding = reader.get_mapped(embedding_name).to(target.device)  # [V, E]
-                head = reader.get(head_name)[kept_ids]  # [K, E]
-            sampler = Sampler(stored, embedding, head, kept_ids.numpy(), target.dtype, target.device)
-        config, prefix = target.config, stored.get("prefix")
-        weights = {name: tensor.to(target.device, target.dtype) for name, tensor in stored.items() if "lora." in name}
-        if prefix is not None:
-            prefix = prefix.to(target.device, target.dtype)  # [L, 2 * G, P, D]
-            shape = (config.num_layers, 2 * config.num_kv_heads, prefix.shape[2], config.head_dim)
-            if prefix.shape != shape or prefix.shape[2] > MAX_PREFIX:
-                raise ValueError(f"prefix {tuple(prefix.shape)}")
-        adapters = {
-            layer: LayerAdapters.read(weights, f"lora.{layer}.")
-            for layer in range(config.num_layers)
-            if f"lora.{layer}.qkv.down" in weights
-        }
-        return PromptTokens(embeddings, ranks, sampler, prefix, adapters)
-    except (IndexError, KeyError, RuntimeError, ValueError) as error:
+        shape = (max(1, len(embeddings)), ranks.num_slots, target.config.hidden_size)
+        if embeddings.shape != shape:
+            raise ValueError(f"embeddings {tuple(embeddings.shape)} instead of {shape}")
+        has_sampler = any(name.startswith("sampler.") for name in stored)
+        return PromptTokens(
+            embeddings,
+            ranks,
+            _read_sampler(stored, target) if has_sampler else None,
+            _read_prefix(stored["prefix"], target) if "prefix" in stored else None,
+            _read_adapters(stored, target),
+        )
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / WEIGHTS} does not hold what prompt tokens need ({error}): {REMEDY}") from None
 
 
@@ -213,18 +194,79 @@ def _homes(fingerprint: str) -> list[Path]:
     return [prompts_home(fingerprint), *sorted(SHIPPED.glob(f"*/{_FOLDER}"))]
 
 
-def _check_sampler(stored: Mapping[str, Tensor], width: int) -> None:
-    """Raise where a sampler's weights do not fit each other or the target's width.
+def _check_numbers(stored: Mapping[str, Tensor]) -> None:
+    """Raise where ids or counts are no whole numbers, or weights are not finite ones.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they are not.
     """
-    inner = stored["sampler.mix.bias"].numel()
+    for name, tensor in stored.items():
+        is_whole = name in ("ranks", "kept_ids")
+        if tensor.dtype not in ((torch.int32, torch.int64) if is_whole else (torch.bfloat16, torch.float32)):
+            raise ValueError(f"{name} as {str(tensor.dtype).removeprefix('torch.')}")
+        if not is_whole and not tensor.isfinite().all():
+            raise ValueError(f"{name} that is not finite")
+
+
+def _read_ranks(stored: Tensor) -> GuessRanks:
+    counts = stored.numpy().astype(np.int64)  # [R + 1] * m
+    if len(set(counts.shape)) != 1 or len(counts) < 2:
+        raise ValueError(f"ranks {counts.shape}")
+    if counts.ndim > MAX_SLOTS:
+        raise ValueError(f"{counts.ndim} slots, {MAX_SLOTS} at most")
+    if counts.min() < 0 or counts.max() > MAX_COUNT:
+        raise ValueError(f"ranks from {counts.min()} to {counts.max()}")
+    return GuessRanks(counts)
+
+
+def _read_sampler(stored: Mapping[str, Tensor], target: Target) -> Sampler:
+    width, inner = target.config.hidden_size, stored["sampler.mix.bias"].numel()
     shapes = {"mix.weight": (inner, 2 * width), "mix.bias": (inner,), "out.weight": (width, inner)}
     for name, shape in shapes.items():
-        found = tuple(stored[f"sampler.{name}"].shape)
-        if found != shape:
-            raise ValueError(f"sampler.{name} {found} instead of {shape}")
+        _check_shape(stored, f"sampler.{name}", shape)
+    kept_ids = stored["kept_ids"].long()  # [K]
+    _check_shape(stored, "kept_ids", (kept_ids.numel(),))
+    if not (kept_ids.diff() > 0).all() or int(kept_ids[0]) < 0 or int(kept_ids[-1]) >= target.config.vocab_size:
+        raise ValueError("kept ids")
+    with WeightReader(target.folder) as reader:
+        embedding_name, head_name = shared_names(reader, target.config)
+        embedding = reader.get_mapped(embedding_name).to(target.device)  # [V, E]
+        head = reader.get(head_name)[kept_ids]  # [K, E]
+    return Sampler(stored, embedding, head, kept_ids.numpy(), target.dtype, target.device)
+
+
+def _read_prefix(stored: Tensor, target: Target) -> Tensor:
+    """Return keys and values in the target's dtype, [L, 2 * G, P, D]."""
+    config = target.config
+    shape = (config.num_layers, 2 * config.num_kv_heads, stored.shape[2], config.head_dim)
+    if stored.shape != shape or not 1 <= stored.shape[2] <= MAX_PREFIX:
+        raise ValueError(f"prefix {tuple(stored.shape)}")
+    return stored.to(target.device, target.dtype)  # [L, 2 * G, P, D]
+
+
+def _read_adapters(stored: Mapping[str, Tensor], target: Target) -> dict[int, LayerAdapters]:
+    """Return low-rank additions by layer; some layers may have none, and none has but a few."""
+    config = target.config
+    weights = {name: tensor.to(target.device, target.dtype) for name, tensor in stored.items() if "lora." in name}
+    layers = {int(name.split(".")[1]) for name in weights}
+    if not layers <= set(range(config.num_layers)):
+        raise ValueError(f"layer {max(layers)}, the last is {config.num_layers - 1}")
+    for layer in layers:
+        for name, (num_out, num_in) in linear_shapes(config).items():
+            rank = max(1, len(weights[f"lora.{layer}.{name}.down"]))
+            _check_shape(weights, f"lora.{layer}.{name}.down", (rank, num_in))
+            _check_shape(weights, f"lora.{layer}.{name}.up", (num_out, rank))
+    return {layer: LayerAdapters.read(weights, f"lora.{layer}.") for layer in layers}
+
+
+def _check_shape(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> None:
+    """Raise where a tensor has another shape.
+
+    Raises:
+        ValueError: it has.
+    """
+    if tensors[name].shape != shape:
+        raise ValueError(f"{name} {tuple(tensors[name].shape)} instead of {shape}")
 
 
 def _read_fingerprint(folder: Path) -> str:

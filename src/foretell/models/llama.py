@@ -189,6 +189,17 @@ class Llama:
         return layer
 
 
+def linear_shapes(config: ModelConfig) -> dict[LinearName, tuple[int, int]]:
+    """Return [out, in] of a layer's linear layers."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return {
+        "qkv": (heads, config.hidden_size),
+        "output": (config.hidden_size, config.num_heads * config.head_dim),
+        "gate_up": (2 * config.intermediate_size, config.hidden_size),
+        "down": (config.hidden_size, config.intermediate_size),
+    }
+
+
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes that tell whether weights and configuration belong together."""
     width, head_dim = config.hidden_size, config.head_dim

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foretell.errors import ConfigError
 from foretell.hardware.prompt_rows import MAX_SLOTS
 from foretell.models.config import ModelConfig
-from foretell.models.llama import LayerAdapters
+from foretell.models.llama import LayerAdapters, linear_shapes
 from foretell.models.sampler import sampler_inputs
 
 Capacity = Literal["embeddings", "prefix", "sampler", "prefix+sampler", "lora", "lora+sampler"]
@@ -114,7 +114,7 @@ class PromptModule(nn.Module):
         if recipe.has_lora:
             first = 0 if recipe.lora_layers == 0 else max(0, config.num_layers - recipe.lora_layers)
             for layer in range(first, config.num_layers):
-                for name, (num_out, num_in) in _linear_shapes(config).items():
+                for name, (num_out, num_in) in linear_shapes(config).items():
                     self.lora[f"{layer}:{name}:down"] = nn.Parameter(
                         torch.randn(recipe.lora_rank, num_in) * num_in**-0.5
                     )
@@ -151,14 +151,3 @@ class PromptModule(nn.Module):
             )
             tensors["sampler.out.weight"] = self.out.weight.detach()
         return tensors
-
-
-def _linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return [out, in] of a layer's linear layers."""
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return {
-        "qkv": (heads, config.hidden_size),
-        "output": (config.hidden_size, config.num_heads * config.head_dim),
-        "gate_up": (2 * config.intermediate_size, config.hidden_size),
-        "down": (config.hidden_size, config.intermediate_size),
-    }

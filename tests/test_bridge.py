@@ -536,6 +536,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "positions": ({"position_ids": torch.arange(1, 8)[None]}, "`position_ids` are not 0, 1, 2"),
     "drafter": ({"foretell_drafter": "psychic"}, "there is no drafter 'psychic'"),
+    "draft model": (
+        {"foretell_drafter": "staged"},
+        "`foretell_drafter`='staged' needs .*: choose one of none",
+    ),
+    "prompt tokens": ({"foretell_drafter": "prompts"}, "`foretell_drafter`='prompts' needs .*, prompts=…"),
 }
 
 

@@ -27,7 +27,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from foretell.drafters.calibration import Calibration
-from foretell.drafters.catalog import make_drafter
+from foretell.drafters.catalog import DRAFTERS, MODEL_DRAFTERS, OWN_PROMPT_DRAFTERS, PROMPT_DRAFTERS, make_drafter
+from foretell.drafters.drafter import Drafter
 from foretell.engine.engine import Engine
 from foretell.engine.measure import quick_profile
 from foretell.engine.sequence import Request
@@ -71,7 +72,7 @@ def custom_generate(
         stopping_criteria: asked after each token.
         generation_config: as `generate` completed it.
         streamer: gets each token once it is emitted, and the end.
-        foretell_drafter: who proposes; see `foretell.drafters.catalog`.
+        foretell_drafter: who proposes, of those that need no draft model; see `foretell.drafters.catalog.DRAFTERS`.
         model_kwargs: what else `generate` prepared; anything that would change the output is refused.
 
     Returns:
@@ -93,7 +94,7 @@ def custom_generate(
     _refuse_inputs(input_ids, logits_processor, model_kwargs)
     num_padding = _num_padding(input_ids, model_kwargs)
     eos_ids = _eos_ids(stopping_criteria)
-    drafter = make_drafter(foretell_drafter, eos_ids=eos_ids)
+    drafter = _drafter(foretell_drafter, eos_ids)
     held = _hold(model)
     num_tokens = _max_length(stopping_criteria, held.engine.runner.context_tokens + num_padding)
     rows = _Rows(logits_processor, input_ids[:, :num_padding], generation_config)
@@ -292,6 +293,20 @@ def _decode(engine: Engine, request: Request) -> None:
 
 
 # What was asked
+
+
+def _drafter(name: str, eos_ids: frozenset[int]) -> Drafter:
+    """Return a drafter that needs nothing beside the model.
+
+    Raises:
+        ConfigError: it needs something, or there is none of that name.
+    """
+    if name in MODEL_DRAFTERS | PROMPT_DRAFTERS | OWN_PROMPT_DRAFTERS:
+        raise ConfigError(
+            f"`foretell_drafter`={name!r} needs a draft model or prompt tokens, which `custom_generate` takes none of: "
+            f"choose one of {', '.join(DRAFTERS)}, or load the model by `foretell.LLM(model, draft=…, prompts=…)`"
+        )
+    return make_drafter(name, eos_ids=eos_ids)
 
 
 def _dropped_by_transformers(frame: FrameType | None) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from foretell.errors import ConfigError, ModelError
 from foretell.hardware.prompt_policy import GuessRanks
 from foretell.llm import LLM
 from foretell.models.config import read_config
+from foretell.train.produce import check_draft
 from foretell.train.prompt_module import PromptModule, PromptRecipe
 from tiny import save_model
 
@@ -155,6 +156,27 @@ def test_damage_is_told(target: Path, fingerprint: str, tmp_path: Path, damage: 
     with pytest.raises(ModelError, match=message) as told:
         load(target, prompts=folder)
     assert "\n" not in str(told.value)
+
+
+def test_what_is_no_prompt_tokens_is_told_with_its_option(target: Path, fingerprint: str, tmp_path: Path) -> None:
+    folder, draft = save_prompts(tmp_path / "prompts", fingerprint), tmp_path / "draft"
+    draft.mkdir()
+    (draft / "draft.safetensors").touch()
+    for given, message in (
+        (draft, r"holds a draft model, no prompt tokens: give it as `draft` \(`--draft`\)"),
+        (folder / WEIGHTS, r"prompts\.safetensors is a file, `prompts` \(`--prompts`\) takes a folder"),
+        ("", r"`prompts` \(`--prompts`\) is empty: give a folder"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load(target, prompts=given)
+    for given, message in (
+        (str(folder), r"holds prompt tokens, no draft model: give it as `prompts` \(`--prompts`\)"),
+        ("", r"`draft` \(`--draft`\) is empty"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            LLM(target, dtype="float32", threads=1, draft=given)
+    with pytest.raises(ModelError, match="holds prompt tokens, no draft model: name that by"):
+        check_draft(folder)
 
 
 def lora_of(config: Any) -> dict[str, Tensor | None]:

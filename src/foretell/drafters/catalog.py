@@ -58,7 +58,7 @@ def check_drafter_name(name: str) -> None:
 
 def missing_draft(name: str, *, is_off: bool = False) -> ConfigError:
     """Return the error of a drafter that runs a draft model where there is none, or where it was switched off."""
-    reason = "this model has none: train one (`foretell train draft`) or give one (`--draft`)"
+    reason = "this model has none: train one (`foretell train draft`) or give one (`draft`, `--draft`)"
     if is_off:
         reason = f"{_DRAFT_OFF} choose another drafter"
     return ConfigError(f"drafter {name!r} runs a draft model, {reason}")
@@ -66,7 +66,7 @@ def missing_draft(name: str, *, is_off: bool = False) -> ConfigError:
 
 def missing_prompts(name: str, *, is_off: bool = False) -> ConfigError:
     """Return the error of a drafter of prompt tokens where there are none, or where they were switched off."""
-    reason = "this model has none: train some (`foretell train prompts`) or give their folder (`--prompts`)"
+    reason = "this model has none: train some (`foretell train prompts`) or give their folder (`prompts`, `--prompts`)"
     if is_off:
         reason = "which `prompts`='none' (`--prompts none`) switched off: drop that, or choose another drafter"
     return ConfigError(f"drafter {name!r} needs prompt tokens, {reason}")

@@ -100,7 +100,7 @@ def load_draft(
     if draft == NONE:
         return None
     if draft is not None:
-        folder = Path(draft)
+        folder = _given_folder(draft)
         return (
             _load(folder, target, calibration, notify)
             if is_draft(folder)
@@ -114,6 +114,22 @@ def load_draft(
             if notify is not None:
                 notify(str(error))
     return None
+
+
+def _given_folder(draft: str | Path) -> Path:
+    """Return what was asked for as a path.
+
+    Raises:
+        ModelError: it is no draft's name, or a folder of prompt tokens.
+    """
+    from foretell.drafters.prompt_store import is_prompts
+
+    if not str(draft):
+        raise ModelError("`draft` (`--draft`) is empty: give a folder by `foretell train draft`, a model, or 'none'")
+    folder = Path(draft)
+    if is_prompts(folder) and not is_draft(folder):
+        raise ModelError(f"{folder} holds prompt tokens, no draft model: give it as `prompts` (`--prompts`)")
+    return folder
 
 
 def _homes(fingerprint: str) -> list[Path]:

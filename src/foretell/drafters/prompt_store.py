@@ -24,7 +24,7 @@ from foretell.errors import ConfigError, ModelError
 from foretell.hardware.prompt_policy import MAX_COUNT, GuessRanks
 from foretell.hardware.prompt_rows import MAX_SLOTS
 from foretell.models.artefacts import CONFIG, read_tensors, write_artefact
-from foretell.models.draft_files import shared_names
+from foretell.models.draft_files import is_draft, shared_names
 from foretell.models.files import cache_home
 from foretell.models.llama import LayerAdapters, linear_shapes
 from foretell.models.sampler import Sampler
@@ -165,7 +165,7 @@ def load_prompts(
     if prompts == NONE:
         return None
     if prompts is not None:
-        return read(Path(prompts))
+        return read(_given_folder(prompts))
     for folder in _homes(target.fingerprint):
         try:
             if is_prompts(folder) and _read_fingerprint(folder) == target.fingerprint:
@@ -183,6 +183,22 @@ def has_prompts(fingerprint: str) -> bool:
             if is_prompts(folder) and _read_fingerprint(folder) == fingerprint:
                 return True
     return False
+
+
+def _given_folder(prompts: str | Path) -> Path:
+    """Return the folder that was asked for.
+
+    Raises:
+        ModelError: it is no folder, or a draft's.
+    """
+    if not str(prompts):
+        raise ModelError("`prompts` (`--prompts`) is empty: give a folder by `foretell train prompts`, or 'none'")
+    folder = Path(prompts)
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file, `prompts` (`--prompts`) takes a folder: name that it lies in")
+    if is_draft(folder) and not is_prompts(folder):
+        raise ModelError(f"{folder} holds a draft model, no prompt tokens: give it as `draft` (`--draft`)")
+    return folder
 
 
 def eager_only(folder: Path) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from foretell.drafters.prompt_store import is_prompts
 from foretell.errors import ConfigError, ModelError
 from foretell.llm import LLM
 from foretell.models.draft_files import WEIGHTS, is_draft, read_draft, read_draft_facts, write_draft
@@ -230,6 +231,8 @@ def check_draft(folder: Path) -> None:
     """Raise where a folder holds no draft that its files tell of."""
     if not folder.is_dir():
         raise ModelError(f"{folder} does not exist: make a draft first, with `foretell train draft`")
+    if is_prompts(folder) and not is_draft(folder):
+        raise ModelError(f"{folder} holds prompt tokens, no draft model: name that by `foretell train draft`")
     if not is_draft(folder):
         raise ModelError(f"{folder} holds no draft: make one first, with `foretell train draft`")
     read_draft_facts(folder)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from foretell.cli.tune import Verdict
+from foretell.cli.tune_prompts import draw_sizes
+from foretell.errors import ConfigError
 
 from .conftest import Foretell
 
@@ -62,6 +67,14 @@ def test_doctor_reports_versions_precision_and_files(foretell: Foretell, home: P
     assert (result.returncode, result.stderr) == (0, "")
     for part in ("versions", "torch", "threads", "precision", "--dtype", "memory", str(home)):
         assert part in result.stdout
+
+
+def test_a_missing_matplotlib_is_told_by_the_option_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "foretell.bench.plots", None)
+    with pytest.raises(ConfigError, match="^`--plot-prompts` needs matplotlib, .*: pip install matplotlib$"):
+        draw_sizes([], tmp_path / "sizes.svg")
 
 
 def test_the_verdict_on_a_draft_model_says_why() -> None:

@@ -193,7 +193,7 @@ def draw_sizes(runs: Sequence[SizedRun], file: Path) -> None:
             [(run.max_rows, run.predicted_tokens_per_s) for run in runs],
         ).savefig(file)
     except ImportError:
-        raise ConfigError("`plot` needs matplotlib, which is not installed: pip install matplotlib") from None
+        raise ConfigError("`--plot-prompts` needs matplotlib, which is not installed: pip install matplotlib") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot draw to {str(file)!r}: {error}; name another .png, .svg or .pdf file") from None
 

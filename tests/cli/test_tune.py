@@ -73,7 +73,7 @@ def test_a_missing_matplotlib_is_told_by_the_option_that_needs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "foretell.bench.plots", None)
-    with pytest.raises(ConfigError, match="^`--plot-prompts` needs matplotlib, .*: pip install matplotlib$"):
+    with pytest.raises(ConfigError, match=r"^`--plot-prompts` needs matplotlib, .*: pip install matplotlib$"):
         draw_sizes([], tmp_path / "sizes.svg")
 
 

@@ -181,3 +181,31 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_a_server_that_is_not_there_is_said_so() -> None:
     with pytest.raises(RemoteError, match=r"cannot reach http://127\.0\.0\.1:1/v1/models.*check address and server$"):
         asyncio.run(ServerClient("http://127.0.0.1:1/v1/").connect())
+
+
+def test_a_request_may_wait_without_a_word_while_another_is_answered() -> None:
+    is_written = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            yield events(said("a"))
+        yield events(FINISH)
+        is_written.set()
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if b"later" not in request.content:
+            return httpx.Response(200, content=slowly())
+        await is_written.wait()
+        return httpx.Response(200, content=events(said("b"), FINISH))
+
+    async def both() -> list[str]:
+        client = ServerClient("http://lab", "tiny", transport=httpx.MockTransport(handle), timeout_s=0.5)
+
+        async def text(question: str) -> str:
+            request = ChatRequest(messages=[{"role": "user", "content": question}], max_tokens=8)
+            return "".join([piece.text async for piece in client.stream(request)])
+
+        return await asyncio.gather(text("now"), text("later"))
+
+    assert asyncio.run(both()) == ["a" * 10, "b"]

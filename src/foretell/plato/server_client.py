@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foretell.errors import ConfigError, RemoteError
 from foretell.plato.http import check_httpx, failure_text, key_headers, one_line, retry_after_s
@@ -15,6 +15,8 @@ from foretell.text.chat_template import Message
 
 if TYPE_CHECKING:
     import httpx
+
+_Sent = TypeVar("_Sent")
 
 _PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Before each further attempt at a busy server."""
@@ -86,7 +88,8 @@ class ServerClient:
         model: the name by which the server knows it; None is the first that it lists.
         api_key: sent as a bearer token; None sends none.
         max_streams: most streams that are open at once; further ones wait.
-        timeout_s: how long the server may be silent.
+        timeout_s: how long the server may be silent on all streams together: some let requests wait without a word
+            while they write others.
         transport: what carries requests; None is the network.
         sleep: waits so many seconds.
 
@@ -122,6 +125,8 @@ class ServerClient:
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
             transport=transport,
         )
+        self._silences: set[asyncio.Timeout] = set()
+        """One for each stream that something is awaited of."""
         self.model = model
         self.max_streams = max_streams
         """As lowered so far."""
@@ -226,13 +231,16 @@ class ServerClient:
     async def _attempt(self, request: ChatRequest) -> AsyncGenerator[Piece, None]:
         url, httpx = f"{self._url}/chat/completions", self._httpx
         lines, has_finished = _Lines(), False
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)
         try:
-            async with self._http.stream("POST", url, json=self._body(request)) as response:
+            asked = self._http.build_request("POST", url, json=self._body(request), timeout=timeout)
+            async with aclosing(await self._heard(self._http.send(asked, stream=True))) as response:
                 if response.status_code != 200:
-                    await response.aread()
+                    await self._heard(response.aread())
                     raise self._refusal(response)
                 yield Piece()
-                async for data in response.aiter_bytes():
+                received = response.aiter_bytes()
+                while (data := await self._heard(anext(received, None))) is not None:
                     for payload in lines.push(data):
                         if payload == b"[DONE]":
                             break
@@ -241,13 +249,28 @@ class ServerClient:
                         yield piece
         except _MalformedError as error:
             raise StreamBrokenError(f"{url} {error}") from None
-        except httpx.RequestError as error:  # once the text is complete, nothing that follows matters
-            if not has_finished and isinstance(error, httpx.TimeoutException):
+        except (httpx.RequestError, TimeoutError) as error:
+            if has_finished:  # once the text is complete, nothing that follows matters
+                return
+            if isinstance(error, httpx.TimeoutException | TimeoutError):
                 raise self._silence() from None
-            if not has_finished:
-                raise StreamBrokenError(_broken(url, error)) from None
+            raise StreamBrokenError(_broken(url, error)) from None
         if not has_finished:
             raise StreamBrokenError(f"{url} ended the stream before the text: see the server's log")
+
+    async def _heard(self, sent: Awaitable[_Sent]) -> _Sent:
+        """Return what the server sends, unless it is silent for too long; what it sends elsewhere counts too."""
+        async with asyncio.timeout(self._timeout_s) as silence:
+            self._silences.add(silence)
+            try:
+                heard = await sent
+            finally:
+                self._silences.discard(silence)
+        end_s = asyncio.get_running_loop().time() + self._timeout_s
+        for other in self._silences:
+            if not other.expired():
+                other.reschedule(end_s)
+        return heard
 
     async def _get(self, path: str) -> httpx.Response:
         try:

@@ -186,6 +186,7 @@ def test_trained_prompt_tokens_serve_their_target(llm: LLM, examples: Examples, 
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     (plain,) = llm.generate(prompt, sampling, drafter="none")
     result = produce_prompts(llm, out, recipe, 3000, trained=lambda told: losses.append(told.loss))
+    assert result is not None
     assert losses[-1] < losses[2]
     facts = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
     assert facts["recipe"] == dataclasses.asdict(recipe)
@@ -203,6 +204,24 @@ def test_trained_prompt_tokens_serve_their_target(llm: LLM, examples: Examples, 
     assert (served.prompts.tokens.ranks.counts == result.ranks.counts).all()
     assert served.prompts.tokens.sampler is not None
     assert served.prompts.tokens.sampler.kept_ids.tolist() == result.kept_ids.tolist()
+
+
+def test_a_finished_training_is_not_repeated(llm: LLM, tmp_path: Path) -> None:
+    out, notes, recipe = tmp_path / "prompts", [], dataclasses.replace(RECIPE, num_epochs=0.2)
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in out.iterdir()}
+
+    assert produce_prompts(llm, out, recipe, 3000, note=notes.append) is not None
+    before = files()
+    assert produce_prompts(llm, out, recipe, 3000, note=notes.append) is None
+    assert files() == before
+    assert notes == []
+    for other, damage in ((dataclasses.replace(recipe, seed=0, num_slots=1), False), (RECIPE, True)):
+        if damage:
+            (out / "prompts.safetensors").write_bytes(b"cut")
+        assert produce_prompts(llm, out, other, 3000, note=notes.append) is not None
+    assert notes == [f"{out} holds what other settings or other text gave: it is replaced when this training ends"] * 2
 
 
 def test_recipes_and_places_are_checked(llm: LLM, tmp_path: Path) -> None:

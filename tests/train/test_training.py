@@ -20,7 +20,7 @@ from foretell.train import produce as produce_module
 from foretell.train import text as text_module
 from foretell.train.draft import Recipe, TargetTensors, train_draft
 from foretell.train.examples import Examples, add_hidden
-from foretell.train.produce import check_place, produce_draft, produce_ngram, text_home
+from foretell.train.produce import Reports, check_place, produce_draft, produce_ngram, text_home
 from foretell.train.produce_prompts import produce_prompts
 from foretell.train.prompt_module import PromptRecipe
 from foretell.train.text import (
@@ -236,6 +236,14 @@ def test_a_trained_draft_is_found_by_its_folder(llm: LLM, draft: Path) -> None:
         assert drafted.token_ids == plain.token_ids, name
         if name != "all":
             assert drafted.stats.num_draft_passes > 0, name
+
+
+def test_a_finished_draft_is_not_trained_again(llm: LLM, draft: Path) -> None:
+    notes: list[str] = []
+    before = {path: path.stat().st_mtime_ns for path in draft.iterdir()}
+    assert produce_draft(llm, draft, RECIPE, 6000, reports=Reports(note=notes.append)) is None
+    assert {path: path.stat().st_mtime_ns for path in draft.iterdir()} == before
+    assert notes == []
 
 
 def test_a_table_for_the_draft(llm: LLM, draft: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -69,8 +70,7 @@ def draft(
     The target writes its own training text; no data set is needed. On two cores the default model writes 300 to 460
     tokens/s, a million in 40 to 55 minutes; training then took 50 minutes for 690,000 tokens read 7 times.
     """
-    from foretell.cli.documents import print_document
-    from foretell.cli.terminal import counted_stages
+    from foretell.cli.terminal import counted_stages, note
     from foretell.drafters.draft_store import draft_home
     from foretell.train.draft import Recipe
     from foretell.train.produce import Reports, produce_draft
@@ -79,12 +79,9 @@ def draft(
     llm = _load(target, threads)
     folder = out or draft_home(llm.fingerprint)
     with counted_stages("writing text (tokens)", "training (steps)") as (written, steps):
-        reports = Reports(text=written, training=_TrainingLines(steps))
+        reports = Reports(text=written, training=_TrainingLines(steps), note=note)
         trained = produce_draft(llm, folder, recipe, tokens, prompts=prompts, text=text, reports=reports)
-    if as_json:
-        print_document({"folder": str(folder), "num_kept": len(trained.kept_ids), "scores": trained.scores})
-    else:
-        typer.echo(f"draft in {folder}, {_num_bytes(folder) / 1e6:.1f} MB")
+    _report("draft", folder, as_json=as_json, is_new=trained is not None)
 
 
 @train.command()
@@ -177,8 +174,7 @@ def prompts(
 
     The target writes its own training text; no data set is needed.
     """
-    from foretell.cli.documents import print_document
-    from foretell.cli.terminal import counted_stages
+    from foretell.cli.terminal import counted_stages, note
     from foretell.drafters.draft_store import OWN_PROMPTS
     from foretell.drafters.prompt_store import prompts_home
     from foretell.train.produce import check_draft
@@ -203,11 +199,9 @@ def prompts(
             draft=draft,
             written=written,
             trained=_PromptLines(steps),
+            note=note,
         )
-    if as_json:
-        print_document({"folder": str(folder), "scores": result.scores})
-    else:
-        typer.echo(f"prompt tokens in {folder}, {_num_bytes(folder) / 1e6:.1f} MB")
+    _report("prompt tokens", folder, as_json=as_json, is_new=result is not None)
 
 
 class _TrainingLines:
@@ -250,6 +244,20 @@ def _load(target: str | None, threads: int | None) -> LLM:
 
     with progress("loading the model") as notify:
         return LLM(target, threads=threads, draft="none", notify=notify)
+
+
+def _report(kind: str, folder: Path, *, as_json: bool, is_new: bool) -> None:
+    """Say what a folder holds now, and where it did before with the very same settings that nothing was done."""
+    from foretell.cli.documents import print_document
+
+    if not is_new:
+        done = f"{kind} in {folder}, finished before with these settings and this text: nothing is done"
+        typer.echo(done, err=as_json)
+    if as_json:
+        facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        print_document({"folder": str(folder), "num_kept": facts["num_kept"], "scores": facts["scores"]})
+    elif is_new:
+        typer.echo(f"{kind} in {folder}, {_num_bytes(folder) / 1e6:.1f} MB")
 
 
 def _num_bytes(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -33,7 +34,7 @@ def write_artefact(
         tensors: what goes into it.
         document: `config.json`.
         card: Markdown.
-        provenance: command, recipe, text, versions, scores.
+        provenance: command, recipe, text, versions, scores; the digest of the files is added.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -47,7 +48,8 @@ def write_artefact(
         (partial / weights).chmod(0o644)  # the library leaves it to its owner alone
         (partial / CONFIG).write_text(json.dumps(dict(document), indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
-        (partial / "provenance.json").write_text(json.dumps(dict(provenance), indent=2) + "\n", encoding="utf-8")
+        facts = {**provenance, "files": artefact_digest(partial, weights)}
+        (partial / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         folder.mkdir(exist_ok=True)
         for file in partial.iterdir():
             file.replace(folder / file.name)
@@ -55,6 +57,15 @@ def write_artefact(
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another place") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def artefact_digest(folder: Path, weights: str) -> str:
+    """Return the SHA-256 of an artefact's `config.json` and weights.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
+    return hashlib.sha256((folder / CONFIG).read_bytes() + (folder / weights).read_bytes()).hexdigest()
 
 
 def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from foretell.train.card import NGRAM_HEADING, draft_card, ngram_section
 from foretell.train.distill import Agreement
 from foretell.train.draft import Progress, Recipe, TargetTensors, TrainedDraft, train_draft
 from foretell.train.examples import Examples, add_hidden
+from foretell.train.finished import is_finished, settings_digest
 from foretell.train.text import hidden_path, read_prompts, shard_paths, take_text, write_text
 from foretell.train.whole_file import whole_file
 
@@ -41,6 +42,8 @@ class Reports:
     text: Callable[[int, int], None] | None = None
     training: Callable[[Progress], None] | None = None
     sampling: Callable[[int, int], None] | None = None
+    note: Callable[[str], None] | None = None
+    """Told in one line what is going to be replaced."""
 
 
 def text_home(fingerprint: str, seed: int) -> Path:
@@ -57,8 +60,8 @@ def produce_draft(
     prompts: Path | None = None,
     text: Path | None = None,
     reports: Reports | None = None,
-) -> TrainedDraft:
-    """Let a target write text, distil a draft from it, and write the draft with its card.
+) -> TrainedDraft | None:
+    """Let a target write text, distil a draft from it, and write the draft with its card; None where that is done.
 
     Everything that was done is kept until the end, so that an interrupted run goes on: text in `text_home`, the state
     of the training beside `out`.
@@ -83,6 +86,9 @@ def produce_draft(
     started_s = time.perf_counter()
     examples = own_examples(llm, num_tokens, recipe.seed, prompts, reports.text, text=text)
     text_s = time.perf_counter() - started_s
+    settings = settings_digest(recipe, examples, target.fingerprint)
+    if is_finished(out, WEIGHTS, settings, reports.note):
+        return None
     checkpoint = out.with_name(f"{out.name}.training.pt")
     trained = train_draft(
         target,
@@ -92,7 +98,7 @@ def produce_draft(
         always_kept=frozenset(range(ALWAYS_KEPT)) | frozenset(llm.config.eos_ids),
         progress=reports.training,
     )
-    facts = training_facts(llm, recipe, examples, trained.kept_ids, trained.scores, text_s)
+    facts = training_facts(llm, recipe, examples, trained.kept_ids, trained.scores, text_s) | {"settings": settings}
     write_draft(
         out,
         trained.config,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from foretell.drafters.prompt_store import is_prompts, write_prompts
+from foretell.drafters.prompt_store import WEIGHTS, is_prompts, write_prompts
 from foretell.errors import ConfigError
 from foretell.llm import LLM
 from foretell.models.draft_files import draft_digest, read_draft
@@ -15,6 +15,7 @@ from foretell.models.gpt2 import GPT2
 from foretell.models.llama import Llama
 from foretell.passes.compiled import plain_copy
 from foretell.train.draft import TargetTensors
+from foretell.train.finished import is_finished, settings_digest
 from foretell.train.produce import ALWAYS_KEPT, check_place, own_examples, training_facts
 from foretell.train.prompt_card import prompt_card
 from foretell.train.prompt_module import PromptRecipe
@@ -32,7 +33,8 @@ def produce_prompts(
     draft: Path | None = None,
     written: Callable[[int, int], None] | None = None,
     trained: Callable[[PromptProgress], None] | None = None,
-) -> TrainedPrompts:
+    note: Callable[[str], None] | None = None,
+) -> TrainedPrompts | None:
     """Let a target write text, train prompt tokens on it, and write them with their card; see `produce_draft`.
 
     With `draft`, a folder by `foretell train draft`, they are that draft model's, and still guess what the target says.
@@ -63,6 +65,9 @@ def produce_prompts(
     started_s = time.perf_counter()
     examples = own_examples(llm, num_tokens, recipe.seed, prompts, written, text=text)
     text_s = time.perf_counter() - started_s
+    settings = settings_digest(recipe, examples, target.fingerprint)
+    if is_finished(out, WEIGHTS, settings, note):
+        return None
     checkpoint = out.with_name(f"{out.name}.training.pt")
     result = train_prompts(
         model,
@@ -75,7 +80,7 @@ def produce_prompts(
         kept_ids=kept_ids,
         progress=trained,
     )
-    facts = training_facts(llm, recipe, examples, result.kept_ids, result.scores, text_s)
+    facts = training_facts(llm, recipe, examples, result.kept_ids, result.scores, text_s) | {"settings": settings}
     write_prompts(
         out,
         result.tensors,

@@ -28,9 +28,11 @@ count as misses:
 |---|---|{rules}
 {rows}
 
-Kept ids cover {chat_coverage:.1%} of the choices in chat and {raw_coverage:.1%} in raw text. The draft's best chain
-alone would yield {chat_chain:.2f} and {raw_chain:.2f} tokens a pass.
+Kept ids cover {coverage}. The draft's best chain
+alone would yield {chains} tokens a pass.
 """
+
+_KINDS: Final = {"chat": "chat", "raw": "raw text"}
 
 NGRAM_HEADING: Final = "\n## Its trigram table\n"
 
@@ -51,6 +53,7 @@ that of the contexts which {num_sampled:,} sampled tokens showed; it is mapped, 
 def draft_card(facts: Mapping[str, Any]) -> str:
     """Return the card, Markdown, from a draft's provenance."""
     scores, recipe, text = facts["scores"], facts["recipe"], facts["text"]
+    kinds = {kind: name for kind, name in _KINDS.items() if scores[kind]["num_choices"]}  # a short text may lack one
     return _CARD.format(
         target=facts["target"],
         weights=WEIGHTS,
@@ -68,11 +71,11 @@ def draft_card(facts: Mapping[str, Any]) -> str:
         minutes=scores["training_s"] / 60,
         ranks=" | ".join(f"top {rank}" for rank in RANKS),
         rules="---|" * len(RANKS),
-        rows="\n".join([*_rows("chat", scores["chat"]["by_depth"]), *_rows("raw", scores["raw"]["by_depth"])]),
-        chat_coverage=scores["chat"]["coverage"],
-        raw_coverage=scores["raw"]["coverage"],
-        chat_chain=scores["chat"]["chain_tokens_per_pass"],
-        raw_chain=scores["raw"]["chain_tokens_per_pass"],
+        rows="\n".join(row for kind in kinds for row in _rows(kind, scores[kind]["by_depth"])),
+        coverage=" and ".join(
+            f"{scores[kind]['coverage']:.1%} of the choices in {name}" for kind, name in kinds.items()
+        ),
+        chains=" and ".join(f"{scores[kind]['chain_tokens_per_pass']:.2f}" for kind in kinds),
     )
 
 

@@ -55,6 +55,7 @@ def prompt_card(facts: Mapping[str, Any]) -> str:
             + " | ".join(f"{share:.3f}" for share in shares)
             + " |"
             for kind in ("chat", "raw")
+            if scores[kind]["num_places"]
             for slot, shares in enumerate(scores[kind]["by_slot"], start=1)
         ),
     )

@@ -57,6 +57,8 @@ class ChatLab:
         self.finish: dict[str, str] = {}
         self.replies: dict[str, list[Sequence[Step]]] = {}
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.key: str | None = None
+        """What must be sent; None takes any or none."""
         self.keys_sent: set[str | None] = set()
         self.open: set[str] = set()
         self.most_open = 0
@@ -78,8 +80,11 @@ class ChatLab:
         self.loop = asyncio.get_running_loop()
         request = await _read(receive)
         headers = dict(scope["headers"])
-        self.keys_sent.add(headers[b"authorization"].decode() if b"authorization" in headers else None)
-        if scope["path"] == "/v1/models":
+        sent = headers[b"authorization"].decode() if b"authorization" in headers else None
+        self.keys_sent.add(sent)
+        if self.key is not None and sent != f"Bearer {self.key}":
+            await _send(send, 401, json.dumps({"error": {"message": f"not a key: {sent}"}}))
+        elif scope["path"] == "/v1/models":
             listed = [{"id": model, "owned_by": self.owner} for model in self.models]
             await _send(send, 200, json.dumps({"data": listed}))
         elif scope["path"] == "/v1/chat/completions":
@@ -98,6 +103,10 @@ class ChatLab:
             reply = [Status(404, "no such model")]
         if reply and isinstance(status := reply[0], Status):
             await _send(send, status.code, json.dumps({"error": {"message": status.message}}), status.headers)
+            return
+        if "stream" not in body:
+            text = "".join(step for step in reply if isinstance(step, str))
+            await _send(send, 200, json.dumps({"choices": [{"message": {"content": text}}]}))
             return
         writing = asyncio.create_task(self._write(key, body, reply, send))
         leaving = asyncio.create_task(_left(receive))

@@ -231,7 +231,11 @@ def test_fields_that_the_server_refuses_are_left_out_from_then_on() -> None:
 @pytest.mark.parametrize(
     ("response", "error", "message"),
     [
-        (failure(401, "bad key"), ConfigError, r"refuses the API key \(401: bad key\)"),
+        (
+            failure(401, "bad key"),
+            ConfigError,
+            r"refuses \(401: bad key\): give an API key that it takes.*--api-key-env",
+        ),
         (failure(404, "no such model"), RemoteError, r"does not know model 'judge-7b' \(404: no such model\)"),
         (failure(400, "too long"), RemoteError, r"refuses the request \(400: too long\)"),
         (httpx.Response(302), RemoteError, r"refuses the request \(302: Found\)"),

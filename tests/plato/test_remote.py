@@ -353,7 +353,10 @@ def test_closing_the_iterator_stops_the_server(lab: ChatLab) -> None:
 @pytest.mark.parametrize(
     ("replies", "message"),
     [
-        ([Status(401, "bad key")], r"answers 401: bad key: give an API key that it takes$"),
+        (
+            [Status(401, "bad key")],
+            r"answers 401: bad key: give an API key that it takes, by .* --api-key-env on the command line$",
+        ),
         ([Status(429, "slow down")], r"answers 429: slow down: try again later, or with fewer parts at once$"),
         ([Status(413, "too long")], r"answers 413: too long$"),
         ([Status(502, "gone")], r"answers 502: gone: see the server's log$"),

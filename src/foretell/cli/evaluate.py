@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from foretell.cli.api_key import ApiKeyEnvOption, read_api_key
 from foretell.cli.options import MODEL, SAMPLING, DebugOption, EngineOptions, JsonOption, spread
-from foretell.errors import ConfigError
 
 if TYPE_CHECKING:
     from foretell.cli.terminal import Count
@@ -105,14 +104,11 @@ def plato(
 @evaluate.command()
 def judge(
     answers: Annotated[Path, typer.Argument(help="File of answers that `eval plato --out` wrote.")],
-    base_url: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server, as http://localhost:8000/v1.")],
+    base_url: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server, as http://localhost:8000.")],
     model: Annotated[str, typer.Option(help="The judge, as the server names it.")],
     arm: Annotated[str, typer.Option(help="Whose wins are counted.")] = "plato",
     against: Annotated[str, typer.Option(help="The other arm.")] = "plain",
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(help="Environment variable that holds the server's key.", show_default="no key is sent"),
-    ] = None,
+    api_key_env: ApiKeyEnvOption = None,
     patience: Annotated[float, typer.Option(min=0.0, help="Seconds that a failing request is repeated for.")] = 120.0,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -127,7 +123,7 @@ def judge(
     from foretell.plato.judge import judge as run
 
     records = read_answers(answers)
-    client = ChatClient(base_url, model, api_key=_api_key(api_key_env), patience_s=patience)
+    client = ChatClient(base_url, model, api_key=read_api_key(api_key_env), patience_s=patience)
     try:
         document = run(records, client.ask, arm=arm, against=against, notify=_noter("judged", 1)).to_json()
     finally:
@@ -183,15 +179,6 @@ def _noter(done: str, every: int) -> Count:
             note(f"foretell: {done} {num_done} of {num_all}")
 
     return note_progress
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(f"`api_key_env` names {variable}, which is not set: export it, or drop the option")
-    return key
 
 
 def _print_table(arms: Sequence[Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from foretell.cli.api_key import ApiKeyEnvOption, read_api_key
 from foretell.cli.options import DecodingOptions, JsonOption, spread
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def plan(
         typer.Option(help="embedded: this engine; openai: any server that speaks OpenAI's protocol."),
     ] = "embedded",
     base_url: Annotated[str | None, typer.Option(help="Address of the server, for the openai backend.")] = None,
+    api_key_env: ApiKeyEnvOption = None,
     as_json: JsonOption = False,
     *,
     options: DecodingOptions,
@@ -66,7 +68,7 @@ def plan(
         drafter=options.drafter if backend == "embedded" else None,
     )
     text = read_prompt(question, file, is_raw=False)
-    answer = show(_events(text, settings, options, backend, base_url), is_quiet=as_json)
+    answer = show(_events(text, settings, options, backend, base_url, api_key_env), is_quiet=as_json)
     if as_json:
         print_document({"answer": answer_document(answer), "provenance": provenance()})
 
@@ -81,16 +83,22 @@ def answer_document(answer: Answer) -> dict[str, Any]:
 
 
 def _events(
-    question: str, settings: PlatoOptions, options: DecodingOptions, backend: str, base_url: str | None
+    question: str,
+    settings: PlatoOptions,
+    options: DecodingOptions,
+    backend: str,
+    base_url: str | None,
+    api_key_env: str | None,
 ) -> Iterator[Event]:
     from foretell.errors import ConfigError
 
     if backend == "embedded":
-        if base_url is not None:
-            raise ConfigError("--base-url has no effect with --backend embedded: add --backend openai, or drop it")
+        for name, value in (("--base-url", base_url), ("--api-key-env", api_key_env)):
+            if value is not None:
+                raise ConfigError(f"{name} has no effect with --backend embedded: add --backend openai, or drop it")
         return options.load(options.drafter).stream_plan(question, settings)
     from foretell.plato.remote import stream_remote_plan
 
     if base_url is None:
         raise ConfigError("--backend openai needs the server's address: give --base-url")
-    return stream_remote_plan(base_url, options.model, question, settings)
+    return stream_remote_plan(base_url, options.model, question, settings, api_key=read_api_key(api_key_env))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from foretell.errors import ConfigError, ForetellError, RemoteError
-from foretell.plato.http import check_httpx, failure_text, key_headers, retry_after_s
+from foretell.plato.http import KEY_REMEDY, failure_text, key_headers, retry_after_s, server_url
 
 if TYPE_CHECKING:
     import httpx
@@ -33,7 +33,7 @@ class ChatClient:
     """A model that answers single prompts.
 
     Args:
-        base_url: up to the version and with it: `http://localhost:8000/v1`.
+        base_url: `http://localhost:8000`, which means `http://localhost:8000/v1`, or an address with a path as it is.
         model: the name by which the server knows it.
         api_key: sent as a bearer token; None sends none.
         transport: what carries requests; None is the network.
@@ -56,13 +56,10 @@ class ChatClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        check_httpx()
+        url, headers = server_url(base_url), key_headers(api_key)
         import httpx
 
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"`base_url` must begin with http:// or https://, got {base_url!r}")
-        headers = key_headers(api_key)
-        self._model, self._url = model, base_url.rstrip("/") + "/chat/completions"
+        self._model, self._url = model, f"{url}/chat/completions"
         self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
         self._fields = dict(_FIELDS)
         self._httpx = httpx
@@ -79,7 +76,7 @@ class ChatClient:
         that the server asks for, as long as `patience_s` is not over.
 
         Raises:
-            ConfigError: the address cannot be one, or the key is refused.
+            ConfigError: the key is refused.
             RemoteError: the server cannot be reached, does not know the model, refuses, keeps failing, or answers
                 something else than a chat completion.
         """
@@ -103,8 +100,6 @@ class ChatClient:
         httpx = self._httpx
         try:
             response = self._client.post(self._url, json={"model": self._model, "messages": messages, **self._fields})
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"`base_url` cannot be an address ({error}): check it") from error
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProtocolError, httpx.UnsupportedProtocol) as error:
             raise RemoteError(
                 f"cannot reach {self._url} ({error}): check the address, and that it is served"
@@ -134,7 +129,7 @@ class ChatClient:
 
     def _refusal(self, status: int, message: str) -> ForetellError:
         if status in (401, 403):
-            return ConfigError(f"{self._url} refuses the API key ({status}: {message}): give one that it takes")
+            return ConfigError(f"{self._url} refuses ({status}: {message}): {KEY_REMEDY}")
         if status == 404:
             return RemoteError(
                 f"{self._url} does not know model {self._model!r} (404: {message}): check name and address"

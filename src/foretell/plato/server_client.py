@@ -9,8 +9,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from foretell.errors import ConfigError, RemoteError
-from foretell.plato.http import check_httpx, failure_text, key_headers, one_line, retry_after_s
+from foretell.errors import RemoteError
+from foretell.plato.http import KEY_REMEDY, failure_text, key_headers, one_line, retry_after_s, server_url
 from foretell.text.chat_template import Message
 
 if TYPE_CHECKING:
@@ -108,18 +108,10 @@ class ServerClient:
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        check_httpx()
+        self._url, headers = server_url(base_url), key_headers(api_key)
         import httpx
 
-        try:
-            url = httpx.URL(base_url.rstrip("/"))
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"`base_url` cannot be an address ({error}), got {base_url!r}") from None
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ConfigError(f"`base_url` must begin with http:// or https:// and a host, got {base_url!r}")
-        headers = key_headers(api_key)
         self._httpx, self._sleep, self._timeout_s = httpx, sleep, timeout_s
-        self._url = str(url) if url.path != "/" else f"{url}/v1"
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
@@ -323,7 +315,7 @@ class ServerClient:
         if status in (400, 422):
             return _RejectedError(said)
         if status in (401, 403):
-            return RemoteError(f"{said}: give an API key that it takes")
+            return RemoteError(f"{said}: {KEY_REMEDY}")
         if status == 404:
             listed = f" it serves {', '.join(self._listed)};" if self._listed else ""
             return RemoteError(f"{said}; asked for model {self.model!r};{listed} correct model or address")

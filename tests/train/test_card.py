@@ -34,6 +34,10 @@ def test_a_drafts_card_leaves_out_what_was_not_measured(has_raw: bool) -> None:
     assert ("| raw | 1 |" in card) == has_raw
     assert ("and 25.0% of the choices in raw text" in card) == has_raw
     assert ("yield 1.50 and 1.25 tokens" in " ".join(card.split())) == has_raw
+    none = agreement | {"num_choices": 0}
+    card = draft_card({**FACTS, "recipe": recipe, "scores": scores_of(chat=none, raw=none)})
+    assert "No text was held out" in card
+    assert "Kept ids" not in card
 
 
 @pytest.mark.parametrize("has_raw", [False, True])

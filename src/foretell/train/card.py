@@ -28,8 +28,7 @@ count as misses:
 |---|---|{rules}
 {rows}
 
-Kept ids cover {coverage}. The draft's best chain
-alone would yield {chains} tokens a pass.
+{summary}
 """
 
 _KINDS: Final = {"chat": "chat", "raw": "raw text"}
@@ -72,10 +71,7 @@ def draft_card(facts: Mapping[str, Any]) -> str:
         ranks=" | ".join(f"top {rank}" for rank in RANKS),
         rules="---|" * len(RANKS),
         rows="\n".join(row for kind in kinds for row in _rows(kind, scores[kind]["by_depth"])),
-        coverage=" and ".join(
-            f"{scores[kind]['coverage']:.1%} of the choices in {name}" for kind, name in kinds.items()
-        ),
-        chains=" and ".join(f"{scores[kind]['chain_tokens_per_pass']:.2f}" for kind in kinds),
+        summary=_summary(scores, kinds),
     )
 
 
@@ -96,6 +92,15 @@ def ngram_section(facts: Mapping[str, Any]) -> str:
         lookup_us=facts["lookup_us"],
         cached_lookup_us=facts["cached_lookup_us"],
     )
+
+
+def _summary(scores: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
+    """Return what the figures of these kinds of text, named for readers, add up to."""
+    if not kinds:
+        return "No text was held out that is long enough."
+    coverage = " and ".join(f"{scores[kind]['coverage']:.1%} of the choices in {name}" for kind, name in kinds.items())
+    chains = " and ".join(f"{scores[kind]['chain_tokens_per_pass']:.2f}" for kind in kinds)
+    return f"Kept ids cover {coverage}. The draft's best chain\nalone would yield {chains} tokens a pass."
 
 
 def _rows(kind: str, by_depth: Sequence[Sequence[float]]) -> list[str]:

@@ -14,10 +14,14 @@ from typing import Any
 import uvicorn
 
 from foretell.plato.events import Answer, AnswerText, Event, Finished, PartEnded
+from foretell.plato.options import PlatoOptions
+from foretell.plato.remote import stream_remote_plan
 
 QUESTION = "How is electricity made?"
 TITLES = ("Wind", "Water", "Sun", "Tides", "Waste", "Wood")
 """Of parts 1, 2, … in every plan: what is asked for is known by them."""
+TEXTS = [f"Text of {part_id}, all of it." for part_id in (1, 2, 3)]
+"""Of the parts of `PLAN`, unless a test has it otherwise."""
 PLAN = "1. Wind < -\n2. Water < -\n3. Sun < 1,2\nEND\n"
 
 
@@ -188,6 +192,15 @@ def serving() -> Iterator[Port]:
 
 async def hurry(seconds: float) -> None:
     """Wait no time, for back-off."""
+
+
+def ask(lab: ChatLab, question: str = QUESTION, model: str | None = None, **options: Any) -> list[Event]:
+    settings = PlatoOptions(**({"has_headings": False} | options))
+    return list(stream_remote_plan(lab.url, model, question, settings, sleep=hurry))
+
+
+def last_said(body: Mapping[str, Any]) -> str:
+    return str(body["messages"][-1]["content"])
 
 
 def answer_of(events: list[Event]) -> Answer:

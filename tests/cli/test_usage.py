@@ -156,13 +156,13 @@ def test_each_level_of_options_adds_to_the_one_above() -> None:
 
 
 def test_help_and_readme_name_every_drafter() -> None:
-    from foretell.drafters.catalog import DRAFTERS, MODEL_DRAFTERS
+    from foretell.drafters.catalog import DRAFTERS, MODEL_DRAFTERS, PROMPTS_STAGED, STAGED_PROMPTS
 
     command_line = (SOURCE.parent / "docs" / "cli.md").read_text(encoding="utf-8")
     assert not [name for name in MODEL_DRAFTERS if f" {name}" not in command_line]
     for document in ("docs/cli.md", "README.md"):
         text = (SOURCE.parent / document).read_text(encoding="utf-8")
-        assert not [name for name in DRAFTERS if name not in text]
+        assert not [name for name in (*DRAFTERS, PROMPTS_STAGED, STAGED_PROMPTS) if name not in text]
 
 
 @pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 2), ("2>&-", 2)])

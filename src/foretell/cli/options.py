@@ -200,7 +200,8 @@ class DecodingOptions(SamplingOptions):
         str,
         typer.Option(
             help="Who proposes: none, lookup, suffix, ngram, recycle, or all; with a draft model also draft, "
-            "draft-chain, staged, staged-chain, prompts, prompts+staged, or staged+prompts.",
+            "draft-chain, staged, or staged-chain; with prompt tokens also prompts; with both prompts+staged; with a "
+            "draft model that has prompt tokens of its own staged+prompts.",
             rich_help_panel=MODEL,
         ),
     ] = "all"

@@ -172,7 +172,8 @@ def prompts(
 ) -> None:
     """Train prompt tokens, with which a target drafts for itself. Interrupted runs go on when the command is repeated.
 
-    The target writes its own training text; no data set is needed.
+    The target writes its own training text; no data set is needed. On two cores the default model's, from 690,000
+    tokens read 1.25 times, took 96 minutes beside other work; those of its draft, with --draft, 4 minutes.
     """
     from foretell.cli.terminal import counted_stages, note
     from foretell.drafters.draft_store import OWN_PROMPTS

@@ -63,6 +63,8 @@ class ChatLab:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.key: str | None = None
         """What must be sent; None takes any or none."""
+        self.connections: list[tuple[str, int]] = []
+        """Of each request, the other end."""
         self.keys_sent: set[str | None] = set()
         self.open: set[str] = set()
         self.most_open = 0
@@ -83,6 +85,7 @@ class ChatLab:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         self.loop = asyncio.get_running_loop()
         request = await _read(receive)
+        self.connections.append(scope["client"])
         headers = dict(scope["headers"])
         sent = headers[b"authorization"].decode() if b"authorization" in headers else None
         self.keys_sent.add(sent)

@@ -207,10 +207,11 @@ def test_failures_that_may_pass_are_tried_again() -> None:
         failure(429, "slow down", **{"Retry-After": "7.5"}),
         httpx.Response(503, text="starting", headers={"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}),
         httpx.ReadTimeout("timed out"),
+        httpx.RemoteProtocolError("the server left"),
         completion("B"),
     )
     assert server.client().ask("", "") == "B"
-    assert server.pauses_s == [7.5, 2.0, 4.0]
+    assert server.pauses_s == [7.5, 2.0, 4.0, 8.0]
 
 
 def test_patience_ends() -> None:

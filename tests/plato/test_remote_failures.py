@@ -22,7 +22,7 @@ from chat_lab import (
     of_type,
 )
 from foretell.errors import ConfigError, InputError, RemoteError
-from foretell.plato.events import Event, FellBack, PartStarted, PartText, PlanEnded
+from foretell.plato.events import Event, FellBack, PartEnded, PartStarted, PartText, PlanEnded
 from foretell.plato.options import PlatoOptions
 from foretell.plato.remote import remote_plan, stream_remote_plan
 from foretell.plato.server_client import ServerClient
@@ -50,6 +50,11 @@ def test_a_busy_server_gets_fewer_requests_at_once(lab: ChatLab) -> None:
     assert answer_of(asyncio.run(collect())).text == "\n\n".join(TEXTS)
     assert sorted(pauses) == [0.5, 1.0, 2.0, 7.0]
     assert server.max_streams == 3
+
+
+def test_no_request_meets_a_connection_that_a_server_closes_after_a_stream(lab: ChatLab) -> None:
+    answer_of(ask(lab))
+    assert len(lab.connections) == len(set(lab.connections)) == 1 + 1 + 1 + 3  # models, grammar, plan, parts
 
 
 def test_a_part_that_was_not_shown_is_written_anew(lab: ChatLab) -> None:
@@ -136,7 +141,7 @@ def test_after_the_deadline_no_part_begins(lab: ChatLab) -> None:
     options = PlatoOptions(deadline_s=60, has_headings=False)
     for event in stream_remote_plan(lab.url, None, QUESTION, options, sleep=sleep, clock=lambda: 0.0):
         events.append(event)
-        if event == PartText(1, " 1"):
+        if PartText(1, " 1") in events and any(ended.part_id == 4 for ended in of_type(events, PartEnded)):
             over.set()
     answer = answer_of(events)
     assert answer.text == f"{TEXTS[0]}\n\nText of 4, all of it."

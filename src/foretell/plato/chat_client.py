@@ -100,7 +100,7 @@ class ChatClient:
         httpx = self._httpx
         try:
             response = self._client.post(self._url, json={"model": self._model, "messages": messages, **self._fields})
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProtocolError, httpx.UnsupportedProtocol) as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.LocalProtocolError, httpx.UnsupportedProtocol) as error:
             raise RemoteError(
                 f"cannot reach {self._url} ({error}): check the address, and that it is served"
             ) from error

@@ -115,6 +115,7 @@ class ServerClient:
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
+            limits=httpx.Limits(max_keepalive_connections=0),  # llama.cpp closes them after a stream, also while asked
             transport=transport,
         )
         self._silences: set[asyncio.Timeout] = set()

@@ -41,7 +41,8 @@ demo: setup
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
 
-# Against the servers of other projects, as far as they are installed; no part of `test`.
+# Against llama.cpp's servers, as far as they are installed; no part of `test`. `.venv/bin/pip install xllamacpp` gets the
+# server itself, as a wheel; 'llama-cpp-python[server]' is another, and takes a quarter of an hour to compile.
 test-peers: setup
 	@$(BIN)/python -m pytest -m peers tests/peers $(ARGS)
 

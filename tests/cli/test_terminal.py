@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 
 import pytest
 
-from foretell.cli.terminal import counted, note_sources, note_stats, painter, source_style
+from foretell.cli.terminal import counted, counted_between, note_sources, note_stats, painter, source_style
 from foretell.drafters.catalog import DRAFTERS
 from foretell.result import DraftWork, Stats
 
@@ -63,6 +64,25 @@ def test_progress_ends_at_a_hundred_percent(capsys: pytest.CaptureFixture[str]) 
         for done in (0, 10, 25):
             count(done, 10)
     assert capsys.readouterr().err == "foretell: writing: 0 %\nforetell: writing: 100 %\n"
+
+
+def test_a_measurement_is_announced_once_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+    with counted_between("measuring") as count:
+        for done in range(3):
+            count(done, 2)
+    assert capsys.readouterr().err == "foretell: measuring …\n"
+
+
+def test_where_somebody_watches_nothing_is_drawn_while_a_measurement_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+    threads = threading.active_count()
+    with counted_between("measuring") as count:
+        assert threading.active_count() == threads
+        assert "measuring" in stderr.getvalue()
+        before = len(stderr.getvalue())
+        count(1, 2)
+        assert " 50%" in stderr.getvalue()[before:]
 
 
 def test_figures_of_a_draft_model_are_told_where_one_ran(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,14 +47,14 @@ def costly(lab: Any, noise_s: float = 0.0, context_tokens: int = 600) -> tuple[R
 
 def test_measures_every_count_at_every_context(lab: Any) -> None:
     runner, rows = costly(lab)
-    rounds = []
+    rounds: list[tuple[int, int]] = []
     profile = measure_profile(
-        runner, KEY, contexts=(0, 256), repeats=2, clock=rows.clock, notify=lambda: rounds.append(1)
+        runner, KEY, contexts=(0, 256), repeats=2, clock=rows.clock, progress=lambda *each: rounds.append(each)
     )
     assert (profile.key, profile.contexts, profile.num_rows) == (KEY, (0, 256), ROW_COUNTS)
     for context, row in zip(profile.contexts, profile.pass_s, strict=True):
         assert row == pytest.approx([0.01 + 0.001 * size + 1e-5 * context for size in ROW_COUNTS])
-    assert len(rounds) == 2 * 3  # one round to warm up
+    assert rounds == [(done, 6) for done in range(1, 7)]  # one round of three to warm up
     assert rows.calls[: len(ROW_COUNTS)] == [(0, size) for size in ROW_COUNTS]
     assert runner.cache.num_bytes == 0
 

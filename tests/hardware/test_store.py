@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,22 @@ def test_and_an_interrupted_write(store: ProfileStore, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         store.save(profile(gap=0.5))
     assert store.load(KEY) == profile()
+    assert list(store.folder.iterdir()) == [path]
+
+
+def test_the_file_is_on_disk_before_it_takes_the_place_of_the_old_one(
+    store: ProfileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.save(profile())
+    seen = []
+
+    def fsync(descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        seen.append((json.loads(os.pread(descriptor, size, 0))["largest_gap"], store.load(KEY)))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.save(profile(gap=0.5))
+    assert seen == [(0.5, profile())]
     assert list(store.folder.iterdir()) == [path]
 
 

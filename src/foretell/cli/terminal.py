@@ -80,6 +80,25 @@ def counted_stages(*messages: str) -> Iterator[Sequence[Count]]:
         ]
 
 
+@contextmanager
+def counted_between(message: str) -> Iterator[Count]:
+    """Show how much of a measurement is done, by what is yielded; only then is anything drawn, or it were timed too.
+
+    Where nobody is watching that is one line at the beginning.
+    """
+    if not sys.stderr.isatty():
+        announce(message)
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(message, total=None)
+        bar.refresh()
+        yield lambda done, total: bar.update(task, completed=done, total=total, refresh=True)
+
+
 def _tenths(message: str) -> Count:
     """Return what notes every tenth of a stage."""
     tenths = set()

@@ -13,6 +13,8 @@ from foretell.cli.next_ids import Wish, provide_next_ids
 from foretell.cli.options import EngineOptions, JsonOption, spread
 from foretell.cli.tune_prompts import (
     AddedBytes,
+    LearnedRanks,
+    PromptVerdict,
     SizedRun,
     added_bytes,
     draw_sizes,
@@ -25,6 +27,7 @@ from foretell.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from foretell.cli.terminal import Count
     from foretell.engine.measure import Exactness
     from foretell.hardware.profile import LatencyProfile
     from foretell.llm import LLM
@@ -35,8 +38,8 @@ if TYPE_CHECKING:
 CONTEXTS: Final = (128, 512, 1024, 2048, 4096, 8192)
 MAX_PROMPT_TOKENS: Final = 1024
 NUM_NEW_TOKENS: Final = 64
-NUM_TEST_TOKENS: Final = 640
-"""Length of the text on which draft rows are compared with plain rows: long enough to cross a block of 512 slots."""
+TEST_TOKENS: Final = (384, 640)
+"""Where in a text draft rows are compared with plain rows: on both sides of the border of a block of 512 slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +95,14 @@ def tune(
     *,
     options: EngineOptions,
 ) -> None:
-    """Measure T(N), test bit-exactness, calibrate acceptance, and keep it all for this model on this machine."""
+    """Measure T(N), test bit-exactness, calibrate acceptance, and keep it all for this model on this machine.
+
+    The default model takes about three minutes on one thread, two and a quarter once compiled. Ctrl-C in the last
+    stage, where prompt tokens get more and more rows, loses nothing that was measured before.
+    """
     from foretell.cli.documents import print_document
-    from foretell.cli.terminal import announce, note_settings
+    from foretell.cli.terminal import counted_between, note_settings
     from foretell.engine.measure import compare_rows, measure_profile
-    from foretell.params import SamplingParams
     from foretell.passes.compiled import CompiledPasses
     from foretell.provenance import provenance
 
@@ -107,32 +113,36 @@ def tune(
         note_settings(llm.settings)
     runner = llm.engine.runner
     prompts = _prompts(llm)
-    announce("measuring passes")
-    profile = measure_profile(runner, llm.profile_key, contexts=CONTEXTS)
-    announce("comparing draft rows with plain rows")
-    exactness = compare_rows(runner, _test_text(llm, prompts))
+    with counted_between("measuring passes") as count:
+        profile = measure_profile(runner, llm.profile_key, contexts=CONTEXTS, progress=count)
+    with counted_between("comparing draft rows with plain rows") as count:
+        text = _test_text(llm, prompts)
+        num_prefilled = max(0, len(text) - TEST_TOKENS[1] + TEST_TOKENS[0])
+        exactness = compare_rows(runner, text, num_prefilled=num_prefilled, progress=count)
     table = provide_next_ids(llm, next_ids)
-    announce("decoding the built-in prompts plainly and with drafts")
-    texts: list[Text] = []
-    verdict = _calibrate(llm, profile, prompts, texts)
-    runs, added, ranks = [], None, {}
+    with counted_between("decoding the built-in prompts plainly and with drafts") as count:
+        answers = _calibrate(llm, profile, prompts, count)
+    learned = None
     if llm.prompts is not None:
-        learned = learn_ranks(llm, texts)
-        ranks = learned.kept
-        added = added_bytes(llm)
-        announce("decoding them with prompt tokens under limits of rows")
-        sampling = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-        runs = sweep_sizes(llm, profile, prompts, sampling, learned.by_text)
-    compiled = runner.compiled
-    compiled_bytes = compiled.num_bytes if isinstance(compiled, CompiledPasses) else 0
+        with counted_between("ranking the guesses of prompt tokens") as count:
+            learned = learn_ranks(llm, answers.texts, count)
     profile = replace(
         profile,
         is_bit_exact=exactness.is_bit_exact,
         largest_gap=exactness.largest_gap,
         calibration=llm.engine.calibration.to_json(),
-        guess_ranks=ranks,
+        guess_ranks={} if learned is None else learned.kept,
     )
     file = llm.profile_store.save(profile)
+    runs, added = [], None
+    if learned is not None:
+        added = added_bytes(llm)
+        runs = _sweep(llm, profile, prompts, learned, answers.plain, file)
+        profile = replace(profile, calibration=llm.engine.calibration.to_json())
+        file = llm.profile_store.save(profile)
+    verdict = answers.verdict
+    compiled = runner.compiled
+    compiled_bytes = compiled.num_bytes if isinstance(compiled, CompiledPasses) else 0
     if plot is not None:
         _draw(profile, plot)
     if plot_prompts is not None:
@@ -144,6 +154,7 @@ def tune(
                 "exactness": asdict(exactness),
                 "verdict": asdict(verdict) | {"speedup": verdict.speedup},
                 "prompts": [asdict(run) for run in runs],
+                "prompt_verdict": asdict(PromptVerdict.of(runs)) if runs else None,
                 "added_bytes": None if added is None else asdict(added),
                 "next_ids": asdict(table),
                 "compiled_bytes": compiled_bytes,
@@ -173,14 +184,22 @@ def _prompts(llm: LLM) -> list[list[int]]:
 
 def _test_text(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[int]:
     text = [token_id for prompt in prompts for token_id in prompt]
-    return text[: min(NUM_TEST_TOKENS, llm.engine.runner.context_tokens)]
+    return text[: min(TEST_TOKENS[1], llm.engine.runner.context_tokens)]
 
 
-def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]], texts: list[Text]) -> Verdict:
-    """Decode each prompt with and without drafts under the measured profile; the engine learns as it goes.
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What came of decoding the built-in prompts."""
 
-    What was said is appended to `texts`.
-    """
+    verdict: Verdict
+    texts: list[Text]
+    """What the target said."""
+    plain: list[Stats]
+    """What saying it plainly took."""
+
+
+def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]], count: Count) -> Answers:
+    """Decode each prompt with and without drafts under the measured profile; the engine learns as it goes."""
     from foretell.drafters.calibration import Calibration
     from foretell.engine.engine import Engine
     from foretell.params import SamplingParams
@@ -191,8 +210,8 @@ def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]], 
     if llm.draft is not None:
         llm.draft.engine.calibration = calibration
     sampling = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-    plain, drafted, undrafted, num_different = [], [], [], 0
-    for prompt in prompts:
+    plain, drafted, undrafted, texts, num_different = [], [], [], [], 0
+    for done, prompt in enumerate(prompts, 1):
         (expected,) = llm.generate(prompt, sampling, drafter="none")
         (completion,) = llm.generate(prompt, sampling, drafter="all")
         plain.append(expected.stats)
@@ -201,8 +220,9 @@ def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]], 
         num_different += completion.token_ids != expected.token_ids
         if llm.draft is not None:
             undrafted.append(_without_draft(llm, prompt, sampling).stats)
+        count(done, len(prompts))
     num_passes = sum(stats.num_passes for stats in drafted)
-    return Verdict(
+    verdict = Verdict(
         plain_tokens_per_s=_tokens_per_s(plain),
         drafted_tokens_per_s=_tokens_per_s(drafted),
         tokens_per_pass=sum(stats.num_output_tokens for stats in drafted) / num_passes,
@@ -212,6 +232,7 @@ def _calibrate(llm: LLM, profile: LatencyProfile, prompts: Sequence[list[int]], 
         draft_pass_s=None if llm.draft is None else llm.draft.engine.pass_s(1),
         target_pass_s=None if llm.draft is None else profile.seconds(1, CONTEXTS[0]),
     )
+    return Answers(verdict, texts, plain)
 
 
 def _without_draft(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Completion:
@@ -220,6 +241,27 @@ def _without_draft(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Com
         return llm.generate(prompt, sampling, drafter="all")[0]
     finally:
         llm.draft = draft
+
+
+def _sweep(
+    llm: LLM,
+    profile: LatencyProfile,
+    prompts: Sequence[list[int]],
+    learned: LearnedRanks,
+    plain: Sequence[Stats],
+    file: Path,
+) -> list[SizedRun]:
+    """Sweep limits of rows; who interrupts that is told where the profile is."""
+    from foretell.cli.terminal import counted_between, note
+    from foretell.params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+    try:
+        with counted_between("decoding them with prompt tokens under limits of rows") as count:
+            return sweep_sizes(llm, profile, prompts, sampling, learned.by_text, plain, count)
+    except KeyboardInterrupt:
+        note(f"foretell: interrupted; what was measured before is kept in {file}")
+        raise
 
 
 def _tokens_per_s(all_stats: Sequence[Stats]) -> float:
@@ -250,7 +292,7 @@ def _print_sizes(runs: Sequence[SizedRun], added: AddedBytes) -> None:
     from rich.console import Console
 
     Console(highlight=False, markup=False).print(sizes_table(runs))
-    print(f"with prompt tokens alone passes have {runs[-1].rows_per_pass:.1f} rows on average here")
+    print(PromptVerdict.of(runs).sentence())
     print(added.sentence())
 
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.table import Table
 
+    from foretell.cli.terminal import Count
+    from foretell.engine.prompting import Prompting
     from foretell.hardware.profile import LatencyProfile
     from foretell.hardware.prompt_policy import PromptPolicy
     from foretell.llm import LLM
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from foretell.train.guess_ranks import Text
 
 _PRIOR_PLACES: Final = 200
+
+_LEAST_GAIN: Final = 1.005
+"""Limits that promise less than this times the speed of a smaller one buy the same, or what no sweep tells apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +52,7 @@ class AddedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedRun:
-    """Decoding with prompt tokens where a pass may have so many rows."""
+    """Decoding with prompt tokens where a pass may have so many rows; plain decoding where it may have one."""
 
     max_rows: int
     predicted_tokens_per_pass: float
@@ -59,16 +64,58 @@ class SizedRun:
     rows_per_pass: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptVerdict:
+    """What prompt tokens alone bring, in the rows that the policy buys."""
+
+    speedup: float
+    """Measured, ÷ plain decoding."""
+    predicted_speedup: float
+    predicted_pass_ratio: float
+    """Seconds of a step ÷ a plain one's, by T(N): those passes took turns, plain and drafted answers did not."""
+    tokens_per_pass: float
+    rows_per_pass: float
+
+    @classmethod
+    def of(cls, runs: Sequence[SizedRun]) -> PromptVerdict:
+        """Return the verdict on a sweep: its last limit against its first, plain decoding."""
+        plain, best = runs[0], runs[-1]
+        predicted_speedup = best.predicted_tokens_per_s / plain.predicted_tokens_per_s
+        return cls(
+            speedup=best.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s > 0 else 1.0,
+            predicted_speedup=predicted_speedup,
+            predicted_pass_ratio=best.predicted_tokens_per_pass / predicted_speedup,
+            tokens_per_pass=best.tokens_per_pass,
+            rows_per_pass=best.rows_per_pass,
+        )
+
+    def sentence(self) -> str:
+        """Return the verdict in words."""
+        if self.rows_per_pass == 1.0:
+            return "prompt tokens do not pay here: their rows are predicted to cost more than they bring; none are used"
+        figures = (
+            f"alone {self.speedup:.2f} × plain decoding ({self.predicted_speedup:.2f} × predicted), "
+            f"{self.tokens_per_pass:.2f} tokens from passes of {self.rows_per_pass:.1f} rows on average, which by T(N) "
+            f"take {self.predicted_pass_ratio:.2f} × as long as plain ones"
+        )
+        if self.speedup > 1.0:
+            return f"prompt tokens pay here: {figures}"
+        return f"prompt tokens do not pay here: {figures}; use --prompts none"
+
+
 def sweep_sizes(
     llm: LLM,
     profile: LatencyProfile,
     prompts: Sequence[list[int]],
     sampling: SamplingParams,
     by_text: Sequence[NDArray[np.int64]],
+    plain: Sequence[Stats],
+    count: Count,
 ) -> list[SizedRun]:
-    """Decode prompts with prompt tokens under every limit of rows that was measured; limits take turns.
+    """Decode prompts with prompt tokens under limits of rows; limits take turns.
 
-    A round before teaches the acceptance estimates, which all limits share.
+    Limits that buy what a smaller one does are left out: equal purchases have equal speed. Every fourth prompt is
+    decoded once before, to teach the acceptance estimates, which all limits share.
 
     Args:
         llm: its engine knows how good guesses are here, see `learn_ranks`.
@@ -76,32 +123,36 @@ def sweep_sizes(
         prompts: what to answer.
         sampling: how.
         by_text: ranks of what the target said to these prompts.
+        plain: what plain decoding of them took, the first of the runs that are returned.
+        count: told the answers done, and all of them.
     """
     from foretell.engine.engine import Engine
 
     before = llm.engine
     prompting = before.prompting
     assert prompting is not None
-    for prompt in prompts:
-        llm.generate(prompt, sampling, drafter="prompts")
-    engines = {
-        limited.max_rows: Engine(before.runner, limited, before.calibration, before.commit_policy, prompting)
-        for limited in (_limited(profile, size) for size in range(1, len(profile.num_rows) + 1))
-    }
-    taken: dict[int, list[Stats]] = {max_rows: [] for max_rows in engines}
+    context = sum(map(len, prompts)) // len(prompts) + sampling.max_new_tokens // 2
+    limits = _limits(profile, prompting, context)
+    engines = [
+        Engine(before.runner, limited, before.calibration, before.commit_policy, prompting) for limited in limits[1:]
+    ]
+    taken: list[list[Stats]] = [list(plain), *([] for _ in engines)]
+    turns: list[tuple[Engine, list[Stats], list[int]]] = []
+    if engines:
+        turns = [(before, [], prompt) for prompt in prompts[::4]]  # counted nowhere
+    turns += [(engine, stats, prompt) for prompt in prompts for engine, stats in zip(engines, taken[1:], strict=True)]
     try:
-        for prompt in prompts:
-            for max_rows, engine in engines.items():
-                llm.engine = engine
-                taken[max_rows].append(llm.generate(prompt, sampling, drafter="prompts")[0].stats)
+        for done, (engine, stats, prompt) in enumerate(turns, 1):
+            llm.engine = engine
+            stats.append(llm.generate(prompt, sampling, drafter="prompts")[0].stats)
+            count(done, len(turns))
     finally:
         llm.engine = before
-    context = sum(map(len, prompts)) // len(prompts) + sampling.max_new_tokens // 2
     runs = []
-    for (max_rows, engine), stats in zip(engines.items(), taken.values(), strict=True):
-        curve = engine.profile.curve(context)
+    for limited, stats in zip(limits, taken, strict=True):
+        curve = limited.curve(context)
         policy = prompting.policy(curve)
-        runs.append(_sized_run(max_rows, policy, policy.replay(prompting.ranks, by_text), curve, stats))
+        runs.append(_sized_run(limited.max_rows, policy, policy.replay(prompting.ranks, by_text), curve, stats))
     return runs
 
 
@@ -115,10 +166,11 @@ class LearnedRanks:
     """What the profile keeps."""
 
 
-def learn_ranks(llm: LLM, texts: Sequence[Text]) -> LearnedRanks:
+def learn_ranks(llm: LLM, texts: Sequence[Text], count: Count) -> LearnedRanks:
     """Rank what the target said among the guesses, and let the engine decide by it.
 
-    What held-out text said after training counts as much as `_PRIOR_PLACES` of these places.
+    What held-out text said after training counts as much as `_PRIOR_PLACES` of these places. `count` is told the texts
+    done, and all of them.
     """
     from foretell.engine.engine import Engine
     from foretell.engine.prompting import Prompting, known_ranks
@@ -129,7 +181,10 @@ def learn_ranks(llm: LLM, texts: Sequence[Text]) -> LearnedRanks:
     tokens = prompting.tokens
     before = tokens.ranks.counts
     prior = before * (_PRIOR_PLACES / max(1, int(before.sum())))
-    by_text = rank_texts(tokens, model, texts)
+    by_text = []
+    for done, text in enumerate(texts, 1):
+        by_text += rank_texts(tokens, model, [text])
+        count(done, len(texts))
     counts = count_ranks(by_text, tokens.num_slots) + prior.round().astype(int)
     kept = {"digest": tokens.digest, "counts": counts.tolist()}
     ranks = known_ranks(kept, tokens)
@@ -163,7 +218,14 @@ def sizes_table(runs: Sequence[SizedRun]) -> Table:
     from rich.table import Table
 
     table = Table(title="prompt tokens, by rows of a pass", title_justify="left", title_style="default")
-    for heading in ("at most", "on average", "tokens per pass", "predicted", "tokens/s", "predicted"):
+    for heading in (
+        "at most",
+        "on average",
+        "tokens per pass",
+        "predicted tokens per pass",
+        "tokens/s",
+        "predicted tokens/s",
+    ):
         table.add_column(heading, justify="right")
     for run in runs:
         table.add_row(
@@ -196,6 +258,19 @@ def draw_sizes(runs: Sequence[SizedRun], file: Path) -> None:
         raise ConfigError("`--plot-prompts` needs matplotlib, which is not installed: pip install matplotlib") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot draw to {str(file)!r}: {error}; name another .png, .svg or .pdf file") from None
+
+
+def _limits(profile: LatencyProfile, prompting: Prompting, context: int) -> list[LatencyProfile]:
+    """Return the profile limited to one row, which is plain decoding, and to more wherever that promises more."""
+    limits: list[LatencyProfile] = []
+    promised_tokens_per_s = 0.0
+    for num_sizes in range(1, len(profile.num_rows) + 1):
+        limited = _limited(profile, num_sizes)
+        tokens_per_s = prompting.policy(limited.curve(context)).worth.tokens_per_s
+        if tokens_per_s > promised_tokens_per_s * _LEAST_GAIN:
+            limits.append(limited)
+            promised_tokens_per_s = tokens_per_s
+    return limits
 
 
 def _limited(profile: LatencyProfile, num_sizes: int) -> LatencyProfile:

@@ -30,7 +30,7 @@ def measure_profile(
     repeats: int = 9,
     statistic: Callable[[list[float]], float] = median,
     clock: Callable[[], float] = time.perf_counter,
-    notify: Callable[[], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LatencyProfile:
     """Return the seconds of passes by context and row count; counts are interleaved, so drift hits all alike.
 
@@ -42,22 +42,23 @@ def measure_profile(
         repeats: passes per point, after one to warm up.
         statistic: makes one number of them.
         clock: seconds.
-        notify: called after each round over the row counts.
+        progress: called after each round over the row counts with the rounds done and all of them.
     """
     fitting = [context for context in contexts if context + max(row_counts) <= runner.context_tokens]
     table = []
     counts = [size for size in row_counts if runner.compiled is None or runner.compiled.num_rows(size) is not None]
-    for context in fitting or [0]:
+    num_rounds = repeats + 1
+    for place, context in enumerate(fitting or [0]):
         region = _filled(runner, context)
         seconds: dict[int, list[float]] = {size: [] for size in counts}
-        for round_ in range(repeats + 1):
+        for round_ in range(num_rounds):
             for size in counts:
                 started_s = clock()
                 runner.decode([Rows.chain(region, [1] * size)])
                 if round_ > 0:
                     seconds[size].append(clock() - started_s)
-            if notify is not None:
-                notify()
+            if progress is not None:
+                progress(place * num_rounds + round_ + 1, max(1, len(fitting)) * num_rounds)
         runner.cache.free(region)
         table.append(tuple(_monotone([statistic(seconds[size]) for size in counts])))
     return LatencyProfile(key=key, contexts=tuple(fitting or [0]), num_rows=tuple(counts), pass_s=tuple(table))
@@ -99,7 +100,12 @@ class Exactness:
 
 @torch.inference_mode()
 def compare_rows(
-    runner: Runner, token_ids: Sequence[int], *, num_prefilled: int = 0, row_counts: Sequence[int] = (2, 5, 8, 16)
+    runner: Runner,
+    token_ids: Sequence[int],
+    *,
+    num_prefilled: int = 0,
+    row_counts: Sequence[int] = (2, 5, 8, 16),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Exactness:
     """Compare the logits of every row of a chain with those of the same token in a pass of its own.
 
@@ -108,6 +114,7 @@ def compare_rows(
         token_ids: a text of at least 40 tokens; more reach across blocks of slots.
         num_prefilled: tokens at the start that are not compared, so that a long context costs one prefill.
         row_counts: lengths of the chains that are tried in turn.
+        progress: called after each chain with the rows done and all of them.
     """
     fits = [size for size in row_counts if runner.compiled is None or runner.compiled.num_rows(size) is not None]
     num_slots = len(token_ids) + MAX_ROWS
@@ -131,6 +138,8 @@ def compare_rows(
         num_different += int((gaps != 0).sum())  # NaN is a difference too
         largest_gap = max(largest_gap, float(gaps.max()))
         position, turn = position + len(chain), turn + 1
+        if progress is not None:
+            progress(num_rows, len(token_ids) - num_prefilled)
     runner.cache.free(plain)
     runner.cache.free(chained)
     return Exactness(num_different == 0, num_rows, num_different, largest_gap)

@@ -66,6 +66,8 @@ class ProfileStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(profile.to_json(), indent=1), encoding="utf-8")
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())  # or a power cut may leave an empty file in the old one's place
             partial.replace(path)
         except OSError as error:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,3 +135,53 @@ def test_sequences_that_share_a_pass_pay_for_the_rows_of_all(lab: Any) -> None:
     alone, together = engine.drafting.curve(0), engine.drafting.curve(0, 4)
     assert alone == [1.0, 1.1, 1.1, 1.1, 3.0, 3.0, 3.0, 3.0]
     assert together[:3] == pytest.approx([1.1, 3.0, 3.0 + 4 * 1.9 / 4])
+
+
+# A row budget
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("max_rows", [1, 3, 8, 20])
+def test_few_rows_for_all_change_nothing(lab: Any, policy: Any, max_rows: int) -> None:
+    truths: dict[int, list[int]] = {}
+    engine = lab.engine(policy)
+    sequences = [
+        engine.start(replace(request, priority=place % 3))
+        for place, request in enumerate(requests_of(lab, truths, seed=1))
+    ]
+    while active := [each for each in sequences if not each.is_finished]:
+        num_rows_before = sum(each.stats.num_rows for each in sequences)
+        emissions = engine.step(active, max_rows=max_rows)
+        assert 0 < sum(each.stats.num_rows for each in sequences) - num_rows_before <= max_rows
+        assert sum(map(bool, emissions)) == min(max_rows, len(active))
+    assert {place: each.token_ids for place, each in enumerate(sequences)} == truths
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("max_rows", [1, 2, 5])
+def test_a_request_keeps_to_its_rows(lab: Any, policy: Any, max_rows: int) -> None:
+    prompt = lab.prompt(0)
+    truth = lab.decode(None, prompt)
+    engine = lab.engine(policy)
+    sequence = engine.start(replace(lab.request(prompt, lab.RandomTrees(truth, 1)), max_rows=max_rows))
+    while not sequence.is_finished:
+        num_rows_before = sequence.stats.num_rows
+        engine.step([sequence])
+        assert sequence.stats.num_rows - num_rows_before <= max_rows
+    assert sequence.token_ids == truth
+    assert bool(sequence.stats.drafted) == (max_rows > 1)
+
+
+def test_the_urgent_go_first_and_nobody_starves(lab: Any) -> None:
+    engine = lab.engine()
+    params = SamplingParams(max_new_tokens=40)
+    sequences = [
+        engine.start(replace(lab.request(lab.prompt(place), None, params), priority=priority))
+        for place, priority in enumerate((0, 0, 4))
+    ]
+    for _ in range(20):
+        engine.step(sequences, max_rows=1)
+    slow, slow_too, urgent = (each.num_new_tokens for each in sequences)
+    assert urgent > slow + slow_too
+    assert slow >= 3
+    assert slow_too >= 3

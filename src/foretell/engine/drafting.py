@@ -57,16 +57,33 @@ class Drafting:
         prompting: Prompting | None,
         clock: Callable[[], float],
     ) -> None:
-        self._runner, self._profile, self._calibration = runner, profile, calibration
+        self._runner, self._calibration = runner, calibration
         self._prompting, self._clock = prompting, clock
+        self.profile = profile
+
+    @property
+    def profile(self) -> LatencyProfile:
+        """Measured T(N)."""
+        return self._profile
+
+    @profile.setter
+    def profile(self, profile: LatencyProfile) -> None:
+        self._profile = profile
         self._curves: dict[tuple[int, int, bool], list[float]] = {}
 
-    def draft(self, sequence: DecodingSequence, num_sharing: int) -> Draft:
-        """Return the rows to verify: the root, tokens to compute again, and the drafts worth their time."""
+    def draft(self, sequence: DecodingSequence, num_sharing: int, max_rows: int | None = None) -> Draft:
+        """Return the rows to verify: the root, tokens to compute again, and the drafts worth their time.
+
+        Args:
+            sequence: whose.
+            num_sharing: sequences that share the pass.
+            max_rows: that this sequence may have in it, beside what its request says.
+        """
         started_s = self._clock()
         # Where the draft decides what a seed gives, neither a clock nor other sequences may decide the draft.
         is_free = sequence.request.rule is None
         curve = self.curve(sequence.region.length, num_sharing if is_free else 1, is_eager=sequence.request.is_eager)
+        curve = curve[: sequence.request.max_rows][: max_rows if is_free else None]
         certain = _provisional_tree(sequence)
         num_certain = len(certain)
         max_depth = self._max_depth(sequence)
@@ -75,7 +92,7 @@ class Drafting:
             proposed = self._propose(sequence, num_certain - 1, max_depth, curve)
             tree = self._buy(sequence, certain, proposed, curve, started_s)
         else:
-            tree = pack(prune(certain, max_depth + 1))
+            tree = pack(prune(certain, min(max_depth + 1, len(curve))))
         draft_s = self._clock() - started_s
         sequence.stats.draft_s += draft_s
         return Draft(

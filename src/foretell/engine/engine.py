@@ -17,6 +17,7 @@ from foretell.engine.drafting import Draft, Drafting
 from foretell.engine.judgement import verify
 from foretell.engine.prompting import Prompting, use_of
 from foretell.engine.sequence import TARGET, DecodingSequence, Emission, Request
+from foretell.engine.turns import take_turns
 from foretell.errors import CapacityError, InputError, NumericsError
 from foretell.hardware.profile import LatencyProfile
 from foretell.passes.rows import Rows
@@ -52,12 +53,21 @@ class Engine:
         prompting: Prompting | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.runner, self.profile, self.calibration = runner, profile, calibration
+        self.runner, self.calibration = runner, calibration
         self.commit_policy, self._clock = commit, clock
         self.prompting = prompting
         if prompting is not None:
             prompting.tokens.install(runner)
         self.drafting = Drafting(runner, profile, calibration, prompting, clock)
+
+    @property
+    def profile(self) -> LatencyProfile:
+        """Measured T(N), which sizes every draft."""
+        return self.drafting.profile
+
+    @profile.setter
+    def profile(self, profile: LatencyProfile) -> None:
+        self.drafting.profile = profile
 
     def start(self, request: Request, *, reuse: Region | None = None) -> DecodingSequence:
         """Prefill a prompt. Where that fails or is interrupted, all slots are given back, those of `reuse` too.
@@ -120,21 +130,29 @@ class Engine:
         if unknown is not None:
             raise InputError(f"the prompt holds token id {unknown}, the model has ids below {vocab_size}: check it")
 
-    def step(self, sequences: Sequence[DecodingSequence]) -> list[list[Emission]]:
+    def step(self, sequences: Sequence[DecodingSequence], *, max_rows: int | None = None) -> list[list[Emission]]:
         """Run one pass for each pool of these sequences; returns what each emitted, in order.
+
+        Args:
+            sequences: none has ended.
+            max_rows: of all together, shared alike. With fewer rows than sequences they take turns, see `take_turns`.
+                A rule that tests draws keeps its own trees: what a seed gives must not depend on who else is there.
 
         Raises:
             NumericsError: the model's logits hold NaN, or no token is left to choose from.
         """
-        num_sharing = sum(map(self._may_share, sequences))
+        assert max_rows is None or max_rows > 0
+        chosen = take_turns(sequences, max_rows)
+        num_sharing = sum(map(self._may_share, chosen))
+        share = None if max_rows is None else max_rows // len(chosen)
         drafts = {
-            id(sequence): self.drafting.draft(sequence, num_sharing if self._may_share(sequence) else 1)
-            for sequence in sequences
+            id(sequence): self.drafting.draft(sequence, num_sharing if self._may_share(sequence) else 1, share)
+            for sequence in chosen
         }
         emissions: dict[int, list[Emission]] = {}
-        for group in self._groups(sequences):
+        for group in self._groups(chosen):
             self._pass(group, [drafts[id(sequence)] for sequence in group], emissions)
-        return [emissions[id(sequence)] for sequence in sequences]
+        return [emissions.get(id(sequence), []) for sequence in sequences]
 
     def finish(self, sequence: DecodingSequence) -> None:
         """Give back the sequence's slots, and what its drafter holds."""

@@ -53,8 +53,13 @@ class Request:
     """How drafts are accepted; None is match, of which the tokens do not depend on the draft."""
     is_eager: bool = False
     """Take no compiled passes, which hold one sequence each: its rows ride in one pass with those of others."""
+    max_rows: int | None = None
+    """Most rows of this sequence in a pass; None leaves it to what pays. 1 drafts nothing."""
+    priority: int = 0
+    """Who goes first where a pass has too few rows for all: the highest; every step waited adds 1."""
 
     def __post_init__(self) -> None:
+        assert self.max_rows is None or self.max_rows > 0
         if self.rule is not None and self.rule.needs_draws and not isinstance(self.drafter, DrawingDrafter):
             raise ConfigError(
                 f"drafter {self.drafter.name!r} proposes no drawn children, `verification`={self.rule.name!r} tests "
@@ -88,6 +93,8 @@ class DecodingSequence:
     finish_reason: FinishReason | None = None
     started_s: float = 0.0
     first_token_at_s: float | None = None
+    num_waited: int = 0
+    """Steps since it last took part in one."""
     num_guesses: int = 0
     """Guesses of prompt tokens that the next step may use."""
     gate: DraftGate = field(default_factory=DraftGate)

@@ -41,9 +41,9 @@ class Job:
         )
 
 
-def step(engine: Engine, jobs: Sequence[Job]) -> list[Job]:
-    """Run one step of all these jobs; returns those that ended in it."""
-    emissions = engine.step([job.sequence for job in jobs])
+def step(engine: Engine, jobs: Sequence[Job], max_rows: int | None = None) -> list[Job]:
+    """Run one step of all these jobs, of at most so many rows; returns those that ended in it."""
+    emissions = engine.step([job.sequence for job in jobs], max_rows=max_rows)
     for job, emitted in zip(jobs, emissions, strict=True):
         job.chunks.extend(job.output.release(emitted, is_last=job.sequence.is_finished))
     return [job for job in jobs if job.sequence.is_finished]

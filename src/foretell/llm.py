@@ -266,6 +266,7 @@ class LLM:
         sample: int = 0,
         reuse: Region | None = None,
         is_eager: bool = False,
+        priority: int = 0,
     ) -> Job:
         """Prefill a prompt and return the job that goes on with it; give it back by `finish`.
 
@@ -276,6 +277,7 @@ class LLM:
             sample: number of the sample or branch, which has noise of its own.
             reuse: slots that hold the prompt's first tokens already; the job takes them.
             is_eager: share passes with other jobs even where there are compiled ones, see `Request`.
+            priority: who goes first where a step has too few rows for all, see `Request`.
 
         Raises:
             what `generate` raises.
@@ -283,11 +285,11 @@ class LLM:
         self.engine.check_prompt(prompt_ids)
         output, seed = OutputText(self.tokenizer, sampling.stop), noise_seed(sampling)
         request = self._request(list(prompt_ids), sampling, drafter, output, seed, sample)
-        return Job(self.engine.start(replace(request, is_eager=is_eager), reuse=reuse), output, seed)
+        return Job(self.engine.start(replace(request, is_eager=is_eager, priority=priority), reuse=reuse), output, seed)
 
-    def step(self, jobs: Sequence[Job]) -> list[Job]:
-        """Run one step of all these jobs; returns those that ended in it."""
-        return step(self.engine, jobs)
+    def step(self, jobs: Sequence[Job], *, max_rows: int | None = None) -> list[Job]:
+        """Run one step of all these jobs; returns those that ended in it. `max_rows`: see `Engine.step`."""
+        return step(self.engine, jobs, max_rows)
 
     def finish(self, job: Job) -> None:
         """Give back a job's slots, whether it has ended or not."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretell.errors import InputError
+from foretell.errors import ConfigError, InputError
 from foretell.llm import LLM
 from foretell.params import SamplingParams
 from foretell.plato import embedded
@@ -69,8 +69,9 @@ def answers(llm: LLM, **fields: Any) -> Answer:
 
 @pytest.mark.parametrize("drafter", ["none", "suffix", "all"])
 @pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("max_rows", [None, 1, 5])
 def test_a_branch_says_what_plain_decoding_says(
-    llm: LLM, drafter: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, drafter: str, seed: int | None, max_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs, start = [], llm.start
 
@@ -79,7 +80,7 @@ def test_a_branch_says_what_plain_decoding_says(
         return jobs[-1][0]
 
     monkeypatch.setattr(llm, "start", noted)
-    answers(llm, drafter=drafter, seed=seed, temperature=0.0 if seed is None else 0.8)
+    answers(llm, drafter=drafter, seed=seed, temperature=0.0 if seed is None else 0.8, max_rows=max_rows)
     monkeypatch.undo()
     assert len(jobs) > 2
     for job, sampling, sample in jobs[1:]:
@@ -272,6 +273,20 @@ def test_no_title_begins_like_an_earlier_one(llm: LLM, monkeypatch: pytest.Monke
     plan = answers(llm).plan
     assert plan is not None
     assert {part.title for part in plan} == {"axy", "bxy"}
+
+
+def test_a_row_budget_holds_for_plan_and_parts_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, sizes = llm.engine.runner.decode, []
+
+    def counted(rows: Any) -> Any:
+        sizes.append(sum(len(each.token_ids) for each in rows))
+        return decode(rows)
+
+    monkeypatch.setattr(llm.engine.runner, "decode", counted)
+    answers(llm, drafter="suffix", max_rows=2)
+    assert max(sizes) == 2
+    with pytest.raises(ConfigError, match="`max_rows` must be at least 1, got 0"):
+        PlatoOptions(max_rows=0)
 
 
 def test_bad_input(llm: LLM) -> None:

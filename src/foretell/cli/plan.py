@@ -30,6 +30,9 @@ def plan(
     ] = False,
     max_parts: Annotated[int, typer.Option(help="Most parts of a plan.", min=2, max=8)] = 8,
     max_parallel: Annotated[int, typer.Option(help="Most parts written at once.", min=1)] = 8,
+    max_rows: Annotated[
+        int | None, typer.Option(help="Rows that plan and parts may have in a pass together, drafts among them.", min=1)
+    ] = None,
     visibility: Annotated[
         Literal["prefix", "full"],
         typer.Option(help="What a part sees of the plan: the lines up to its own, or, once it is complete, all."),
@@ -60,6 +63,7 @@ def plan(
         max_answer_tokens=options.max_new_tokens or 512,
         max_parallel=max_parallel,
         max_parts=max_parts,
+        max_rows=max_rows,
         visibility=visibility,
         force_plan=force_plan,
         has_headings=headings,

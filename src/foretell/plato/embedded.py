@@ -133,7 +133,7 @@ class _Run(AnswerRun):
             return
         planning = self._start_plan(is_forced=route is not None)
         router = planning.router
-        self._llm.step([planning.job])
+        self._llm.step([planning.job], max_rows=self._options.max_rows)
         route = route or router.route()
         self._answer.direct_probability = route.direct_probability
         if route.is_direct:
@@ -155,7 +155,7 @@ class _Run(AnswerRun):
         answer.num_computed += len(prompt_ids) - 1
         num_shown = 0
         while not job.sequence.is_finished:
-            self._llm.step([job])
+            self._llm.step([job], max_rows=self._options.max_rows)
             text = "".join(chunk.text for chunk in job.chunks[num_shown:])
             num_shown = len(job.chunks)
             if text:
@@ -176,7 +176,7 @@ class _Run(AnswerRun):
         )
         reuse = self._llm.prefixes.take(prompt_ids) if options.is_reusing else None
         num_reused = 0 if reuse is None else reuse.length
-        job = self._start(prompt_ids, sampling, 0, reuse=reuse)
+        job = self._start(prompt_ids, sampling, 0, reuse=reuse, priority=options.max_parts)  # all parts wait for it
         self._answer.num_reused += num_reused
         self._answer.num_computed += len(prompt_ids) - 1 - num_reused
         if options.is_reusing:
@@ -224,7 +224,7 @@ class _Run(AnswerRun):
             if self._schedule.is_done:  # the deadline came before the plan's end
                 break
             assert jobs, "something runs, or all is done"
-            self._llm.step(jobs)
+            self._llm.step(jobs, max_rows=self._options.max_rows)
             yield from self._read_plan(planning)
             for branch in list(self._running):
                 yield from self._show(branch)
@@ -253,7 +253,9 @@ class _Run(AnswerRun):
             num_shared = min(prompt.num_shared, sequence.region.length, len(prompt.token_ids) - 1)
             region = self._llm.engine.runner.cache.fork(sequence.region, num_shared)
         num_reused = 0 if region is None else region.length
-        job = self._start(prompt.token_ids, self._sampling(launch.max_new_tokens), part.id, reuse=region)
+        job = self._start(
+            prompt.token_ids, self._sampling(launch.max_new_tokens), part.id, reuse=region, priority=launch.chain
+        )
         result = PartResult(
             part=part,
             num_computed=len(prompt.token_ids) - 1 - num_reused,
@@ -326,9 +328,16 @@ class _Run(AnswerRun):
         *,
         reuse: Region | None = None,
         is_eager: bool = True,
+        priority: int = 0,
     ) -> Job:
         job = self._llm.start(
-            prompt_ids, sampling, drafter=self._options.drafter, sample=sample, reuse=reuse, is_eager=is_eager
+            prompt_ids,
+            sampling,
+            drafter=self._options.drafter,
+            sample=sample,
+            reuse=reuse,
+            is_eager=is_eager,
+            priority=priority,
         )
         self._jobs.append(job)
         return job

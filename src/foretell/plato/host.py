@@ -33,11 +33,12 @@ class Host(Protocol):
         sample: int = 0,
         reuse: Region | None = None,
         is_eager: bool = False,
+        priority: int = 0,
     ) -> Job:
         """Prefill a prompt."""
 
-    def step(self, jobs: Sequence[Job]) -> list[Job]:
-        """Run one step of all these jobs."""
+    def step(self, jobs: Sequence[Job], *, max_rows: int | None = None) -> list[Job]:
+        """Run one step of all these jobs, of at most so many rows."""
 
     def finish(self, job: Job) -> None:
         """Give back a job's slots."""

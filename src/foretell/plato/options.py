@@ -14,7 +14,8 @@ Visibility = Literal["prefix", "full"]
 """What a part sees of the plan: `prefix` is the lines up to its own, so that it may begin before the plan is complete;
 `full` is all of it."""
 
-_WHOLE: Final = ("max_answer_tokens", "max_parallel", "max_parts", "seed")
+_WHOLE: Final = ("max_answer_tokens", "max_parallel", "max_parts", "max_rows", "seed")
+_MAY_BE_NONE: Final = ("max_rows", "seed")
 _FLAGS: Final = ("is_pipelined", "is_reusing", "force_plan", "has_headings")
 _MIN_PARTS: Final = 2
 
@@ -33,6 +34,9 @@ class PlatoOptions:
     max_parallel: int = 8
     """Parts that are written at once."""
     max_parts: int = MAX_PARTS
+    max_rows: int | None = None
+    """Rows that the plan and all parts may have in a step, drafts among them; with fewer rows than parts these take
+    turns, the plan and those that most parts wait for first. None leaves it to what pays."""
     is_pipelined: bool = True
     """A part begins as soon as its line of the plan is complete, not only after the whole plan."""
     is_reusing: bool = True
@@ -56,7 +60,7 @@ class PlatoOptions:
         _one_of("visibility", self.visibility, get_args(Visibility))
         for name in _WHOLE:
             value = getattr(self, name)
-            if (isinstance(value, bool) or not isinstance(value, int)) and not (value is None and name == "seed"):
+            if (isinstance(value, bool) or not isinstance(value, int)) and not (value is None and name in _MAY_BE_NONE):
                 raise ConfigError(f"`{name}` must be a whole number, got {value!r}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -64,6 +68,8 @@ class PlatoOptions:
         for name in ("max_answer_tokens", "max_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ConfigError(f"`max_rows` must be at least 1, got {self.max_rows}; None leaves it to what pays")
         if not _MIN_PARTS <= self.max_parts <= MAX_PARTS:
             raise ConfigError(f"`max_parts` must be in [{_MIN_PARTS}, {MAX_PARTS}], got {self.max_parts}")
         if not _is_real(self.temperature) or self.temperature < 0:

@@ -56,8 +56,10 @@ class RemoteRun(AnswerRun):
         sleep: Callable[[float], Awaitable[None]],
         clock: Callable[[], float],
     ) -> None:
-        if options.drafter is not None or not options.is_reusing:
-            raise ConfigError("`drafter` and `is_reusing` have no effect on a server, which decides itself: drop them")
+        if options.drafter is not None or not options.is_reusing or options.max_rows is not None:
+            raise ConfigError(
+                "`drafter`, `is_reusing` and `max_rows` have no effect on a server, which decides itself: drop them"
+            )
         if not question.strip():
             raise InputError("the question is empty")
         super().__init__(question, options, clock, max_share=2)  # to a part on most servers nothing can be added later

@@ -25,6 +25,8 @@ class Launch:
     """Parts that it builds on and that failed, ascending."""
     primary: int | None
     """The one of these whose sequence it goes on from; those that this sequence does not hold are quoted."""
+    chain: int
+    """Parts of the longest chain of known ones that begins with it."""
 
 
 class Schedule:
@@ -110,7 +112,7 @@ class Schedule:
         ready = [part for part in self._parts if part.id not in self._held and self._written.keys() >= set(part.needs)]
         ready.sort(key=lambda part: (-chains[part.id], part.id))
         room = self._max_parallel - len(self._granted)
-        return [self._launch(part) for part in ready[:room] if self._num_left]
+        return [self._launch(part, chains[part.id]) for part in ready[:room] if self._num_left]
 
     def extend(self, part_id: int) -> int:
         """Return how many more tokens a running part that took all it was given may take; 0 if it must end."""
@@ -162,7 +164,7 @@ class Schedule:
                 chains[need] = max(chains[need], chains[part.id] + 1)
         return chains
 
-    def _launch(self, part: Part) -> Launch:
+    def _launch(self, part: Part, chain: int) -> Launch:
         needs = Plan(tuple(self._parts)).ancestors(part.id)
         written = tuple(need for need in needs if need not in self._lost)
         max_new_tokens = self._grant()
@@ -170,7 +172,7 @@ class Schedule:
         self._num_left -= max_new_tokens
         self._held[part.id] = (*written, part.id)
         lost = tuple(need for need in needs if need in self._lost)
-        return Launch(part, max_new_tokens, written, lost, self._primary(written))
+        return Launch(part, max_new_tokens, written, lost, self._primary(written), chain)
 
     def _grant(self) -> int:
         share = self._num_left // self._num_unstarted

@@ -133,7 +133,7 @@ class _Run(AnswerRun):
             return
         planning = self._start_plan(is_forced=route is not None)
         router = planning.router
-        self._llm.step([planning.job], max_rows=self._options.max_rows)
+        self._step([planning.job])
         route = route or router.route()
         self._answer.direct_probability = route.direct_probability
         if route.is_direct:
@@ -155,7 +155,7 @@ class _Run(AnswerRun):
         answer.num_computed += len(prompt_ids) - 1
         num_shown = 0
         while not job.sequence.is_finished:
-            self._llm.step([job], max_rows=self._options.max_rows)
+            self._step([job])
             text = "".join(chunk.text for chunk in job.chunks[num_shown:])
             num_shown = len(job.chunks)
             if text:
@@ -224,7 +224,7 @@ class _Run(AnswerRun):
             if self._schedule.is_done:  # the deadline came before the plan's end
                 break
             assert jobs, "something runs, or all is done"
-            self._llm.step(jobs, max_rows=self._options.max_rows)
+            self._step(jobs)
             yield from self._read_plan(planning)
             for branch in list(self._running):
                 yield from self._show(branch)
@@ -341,6 +341,9 @@ class _Run(AnswerRun):
         )
         self._jobs.append(job)
         return job
+
+    def _step(self, jobs: list[Job]) -> None:
+        self._llm.step(jobs, max_rows=self._options.max_rows)
 
     def _sampling(self, max_new_tokens: int) -> SamplingParams:
         options = self._options

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretell.errors import ConfigError, InputError
+from foretell.errors import CapacityError, ConfigError, InputError
 from foretell.llm import LLM
 from foretell.params import SamplingParams
 from foretell.plato import embedded
@@ -18,6 +18,7 @@ from foretell.plato.events import (
     Answer,
     AnswerText,
     Event,
+    FellBack,
     Finished,
     PartEnded,
     PartPlanned,
@@ -28,6 +29,8 @@ from foretell.plato.events import (
     last_answer,
 )
 from foretell.plato.options import PlatoOptions
+from foretell.plato.plan import Part
+from foretell.plato.prompts import PlanPrompts
 from foretell.plato.router import Router, route_by_rule
 from foretell.plato.titles import DistinctTitles
 from tiny import save_model
@@ -154,9 +157,9 @@ def test_closing_gives_everything_back_at_once(llm: LLM, num_events: int) -> Non
     events.close()  # type: ignore[attr-defined]
 
 
-def test_a_part_that_needs_others_goes_on_from_one_and_quotes_the_rest(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Jobs in the order of their starts."""
     jobs, start = [], llm.start
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -164,13 +167,19 @@ def test_a_part_that_needs_others_goes_on_from_one_and_quotes_the_rest(
         return jobs[-1]
 
     monkeypatch.setattr(llm, "start", noted)
+    return jobs
+
+
+def test_a_part_that_needs_others_goes_on_from_one_and_quotes_the_rest(
+    llm: LLM, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = "1\\. Soil < -\n2\\. Plants < -\n3\\. Harvest < 1,2\nEND\n"
     monkeypatch.setattr(embedded, "plan_grammar", lambda *args, **options: plan)
     answer = answers(llm)
     assert [result.part.needs for result in answer.parts] == [(), (), (1, 2)]
-    last = list(jobs[3].sequence.request.prompt_ids)
+    last = list(started[3].sequence.request.prompt_ids)
     assert llm.tokenizer.decode(last[-16:]).endswith("**Harvest**\n\n")
-    extended = [job.sequence.token_ids[:-1] == last[: len(job.sequence.token_ids) - 1] for job in jobs[1:3]]
+    extended = [job.sequence.token_ids[:-1] == last[: len(job.sequence.token_ids) - 1] for job in started[1:3]]
     assert sum(extended) == 1
     (quoted,) = [part for part, is_parent in zip(answer.parts[:2], extended, strict=True) if not is_parent]
     quote = llm.tokenizer.encode(f"**{quoted.part.title}**\n\n{quoted.text.strip()}\n\n")
@@ -212,11 +221,13 @@ def test_sequential_is_plain_decoding(llm: LLM) -> None:
     assert answer.text == llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(max_new_tokens=160)).text
 
 
-def test_a_skeletons_points_see_no_other(llm: LLM) -> None:
+def test_a_skeletons_points_see_no_other(llm: LLM, started: list[Any]) -> None:
     answer = answers(llm, mode="sot")
     assert answer.plan is not None
     assert all(part.needs == () for part in answer.plan)
-    assert all(result.num_reused == 0 for result in answer.parts)
+    prompts = [llm.tokenizer.decode(list(job.sequence.request.prompt_ids)) for job in started[1:]]
+    assert not any(result.text in prompt for result in answer.parts for prompt in prompts if result.text)
+    assert any(result.num_reused for result in answer.parts)  # of question and skeleton
 
 
 @pytest.mark.parametrize(
@@ -287,6 +298,70 @@ def test_a_row_budget_holds_for_plan_and_parts_together(llm: LLM, monkeypatch: p
     assert max(sizes) == 2
     with pytest.raises(ConfigError, match="`max_rows` must be at least 1, got 0"):
         PlatoOptions(max_rows=0)
+
+
+@pytest.mark.parametrize("is_reusing", [True, False])
+@pytest.mark.parametrize("mode", ["plato", "sot"])
+@pytest.mark.parametrize("max_slots", [2048, 4096, 8192])
+def test_a_slot_budget_holds_for_plan_and_parts_together(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, max_slots: int, mode: Any, is_reusing: bool
+) -> None:
+    decode, held, num_parallel = llm.engine.runner.decode, [], []
+
+    def counted(rows: Any) -> Any:
+        held.append(num_slots(llm))
+        num_parallel.append(len(rows))
+        return decode(rows)
+
+    free = answers(llm, mode=mode, drafter="suffix")
+    shared = num_slots(llm)
+    monkeypatch.setattr(llm.engine.runner, "decode", counted)
+    tight = answers(llm, mode=mode, drafter="suffix", max_slots=max_slots, is_reusing=is_reusing)
+    assert max(held) - shared <= max_slots
+    assert (max(num_parallel) > 1) == (mode == "sot" or max_slots > 2048)  # points have short prompts
+    assert tight.plan == free.plan
+    assert [result.text for result in tight.parts] == [result.text for result in free.parts]
+
+
+def num_slots(llm: LLM) -> int:
+    """Return how many slots are held."""
+    return sum(pool.capacity * len(pool.regions) for pool in llm.engine.runner.cache._pools.values())
+
+
+def test_slots_that_no_part_waits_for_are_given_back_at_once(llm: LLM) -> None:
+    events = llm.stream_plan(QUESTION, OPTIONS)
+    held = [num_slots(llm) for event in events if isinstance(event, PartEnded | Finished)]
+    assert held[-1] == min(held)  # rules and examples, for the next question
+    assert max(held) > min(held)
+
+
+def test_too_few_slots_are_told_before_anything_is_written(llm: LLM) -> None:
+    for mode in ("plato", "sequential"):
+        with pytest.raises(CapacityError, match="`max_slots` has room for 0: shorten it or give more"):
+            answers(llm, mode=mode, max_slots=100)
+    with pytest.raises(ConfigError, match="`max_slots` must be at least 1, got 0"):
+        PlatoOptions(max_slots=0)
+
+
+def test_a_part_that_does_not_fit_the_context_has_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = PlanPrompts.part
+
+    def long(self: PlanPrompts, part: Part, *args: Any, **options: Any) -> list[int]:
+        prompt = ask(self, part, *args, **options)
+        return prompt * 400 if part.id in too_long else prompt
+
+    monkeypatch.setattr(PlanPrompts, "part", long)
+    monkeypatch.setattr(
+        embedded, "plan_grammar", lambda *_, **__: "1\\. Soil < -\n2\\. Plants < -\n3\\. Harvest < 2\nEND\n"
+    )
+    too_long = {2}
+    answer = answers(llm)
+    assert [result.reason == "failed" for result in answer.parts] == [False, True, False]
+    assert all(result.text in answer.text for result in answer.parts)
+    too_long = {1, 2, 3}
+    events = list(llm.stream_plan(QUESTION, OPTIONS))
+    assert FellBack("no part fits the context") in events
+    assert last_answer(events).text == answers(llm, mode="sequential").text
 
 
 def test_bad_input(llm: LLM) -> None:

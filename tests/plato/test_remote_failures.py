@@ -229,9 +229,11 @@ def test_inside_an_event_loop_another_function_is_named() -> None:
 
 
 def test_what_a_server_decides_cannot_be_chosen(lab: ChatLab) -> None:
-    with pytest.raises(ConfigError, match="`drafter`, `is_reusing` and `max_rows` have no effect on a server"):
+    with pytest.raises(ConfigError, match="`max_rows` and `max_slots` have no effect on a server"):
         ask(lab, drafter="lookup")
-    with pytest.raises(ConfigError, match="`max_rows` have no effect on a server"):
+    with pytest.raises(ConfigError, match="have no effect on a server"):
         ask(lab, max_rows=8)
+    with pytest.raises(ConfigError, match="have no effect on a server"):
+        ask(lab, max_slots=4096)
     with pytest.raises(InputError, match="the question is empty"):
         ask(lab, " ")

@@ -60,6 +60,35 @@ def test_the_longest_chain_comes_first_then_the_smaller_id() -> None:
     assert ids(schedule.start()) == [4]
 
 
+def test_what_comes_next_is_told_until_it_is_taken() -> None:
+    schedule = schedule_of((), ())
+    first = schedule.next()
+    assert first == schedule.next()
+    assert first is not None
+    schedule.take(first)
+    second = schedule.next()
+    assert second is not None
+    assert (first.part.id, second.part.id) == (1, 2)
+    assert schedule.running == (1,)
+
+
+def test_what_none_will_go_on_from_is_not_awaited() -> None:
+    schedule = schedule_of((), (), (1,))
+    schedule.start()
+    schedule.end(1, 10, "stop")
+    schedule.end(2, 10, "stop")
+    assert all(schedule.is_awaited(part_id) for part_id in (None, 1, 2))  # by parts still to be planned
+    schedule.end_plan()
+    assert [schedule.is_awaited(part_id) for part_id in (None, 1, 2)] == [False, True, False]
+    schedule.start()
+    assert not schedule.is_awaited(1)
+    through_another = schedule_of((), (1,), (2,), ())
+    through_another.end_plan()
+    assert all(through_another.is_awaited(part_id) for part_id in (None, 1, 2))
+    through_another.expire()
+    assert not through_another.is_awaited(1)
+
+
 def test_a_part_goes_on_from_what_saves_most() -> None:
     schedule = schedule_of((), (), (1,), (2, 3))
     schedule.start()

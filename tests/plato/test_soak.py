@@ -47,6 +47,7 @@ def test_no_slot_is_lost(llm: LLM) -> None:
                 max_answer_tokens=chance.randint(12, 40),
                 max_parts=3,
                 max_parallel=chance.randint(1, 3),
+                max_slots=chance.choice([None, 2048, 4096]),
                 is_pipelined=chance.random() < 0.7,
                 is_reusing=chance.random() < 0.7,
                 temperature=chance.choice([0.0, 1.0]),

@@ -191,6 +191,13 @@ class KVCache:
         if not region.pool.regions:
             del self._pools[region.capacity]
 
+    def capacity(self, num_slots: int) -> int:
+        """Return the slots of a region of at least `num_slots`, which may be above the limit: then of the largest."""
+        capacity = BLOCK
+        while capacity < num_slots:
+            capacity *= 2
+        return min(capacity, -(-self.shape.max_slots // BLOCK) * BLOCK)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all pools."""
@@ -200,10 +207,7 @@ class KVCache:
         limit = self.shape.max_slots
         if num_slots > limit:
             raise CapacityError(f"{num_slots} slots are needed, the cache's limit is {limit}: shorten the prompt")
-        capacity = BLOCK
-        while capacity < num_slots:
-            capacity *= 2
-        capacity = min(capacity, -(-limit // BLOCK) * BLOCK)
+        capacity = self.capacity(num_slots)
         if capacity not in self._pools:
             self._pools[capacity] = Pool(self.shape, capacity)
         return self._pools[capacity]

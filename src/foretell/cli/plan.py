@@ -33,6 +33,10 @@ def plan(
     max_rows: Annotated[
         int | None, typer.Option(help="Rows that plan and parts may have in a pass together, drafts among them.", min=1)
     ] = None,
+    max_slots: Annotated[
+        int | None,
+        typer.Option(help="Slots of keys and values that plan and parts may hold at once; parts wait for room.", min=1),
+    ] = None,
     visibility: Annotated[
         Literal["prefix", "full"],
         typer.Option(help="What a part sees of the plan: the lines up to its own, or, once it is complete, all."),
@@ -64,6 +68,7 @@ def plan(
         max_parallel=max_parallel,
         max_parts=max_parts,
         max_rows=max_rows,
+        max_slots=max_slots,
         visibility=visibility,
         force_plan=force_plan,
         has_headings=headings,

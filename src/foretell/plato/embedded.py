@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from foretell.errors import InputError
+from foretell.errors import CapacityError, InputError
 from foretell.job import Job
 from foretell.params import SamplingParams
 from foretell.plato.events import (
     Event,
     FellBack,
     Finished,
+    PartEnd,
     PartEnded,
     PartResult,
     PartStarted,
@@ -23,6 +24,7 @@ from foretell.plato.events import (
 )
 from foretell.plato.grammar import plan_grammar
 from foretell.plato.host import Host
+from foretell.plato.jobs import Jobs
 from foretell.plato.options import PlatoOptions
 from foretell.plato.plan import Part, Plan
 from foretell.plato.prompts import PlanPrompts, QuotedPart
@@ -31,9 +33,6 @@ from foretell.plato.router import Route, Router, route_by_rule
 from foretell.plato.run import AnswerRun
 from foretell.plato.schedule import Launch
 from foretell.plato.titles import DistinctTitles
-
-if TYPE_CHECKING:
-    from foretell.cache.kv_cache import Region
 
 _LINE_TOKENS: Final = 40
 """Most tokens of a plan's line, on average; a plan has room for 16 more."""
@@ -51,7 +50,6 @@ class _Branch:
 
     part: Part
     job: Job
-    result: PartResult
     holds: frozenset[int]
     """Parts whose text the sequence holds, its own included."""
     num_shown: int = 0
@@ -108,9 +106,10 @@ class _Run(AnswerRun):
     def __init__(self, llm: Host, question: str, options: PlatoOptions, clock: Callable[[], float]) -> None:
         self._llm, self._prompts = llm, PlanPrompts(llm.tokenizer)
         super().__init__(question, options, clock)  # the clock runs from here
-        self._jobs: list[Job] = []  # whose slots are to be given back
+        self._jobs = Jobs(llm, options)
         self._running: list[_Branch] = []
         self._branches: dict[int, _Branch] = {}
+        self._results: dict[int, PartResult] = {}
 
     def events(self) -> Iterator[Event]:
         """Yield what happens until the answer is there."""
@@ -123,8 +122,7 @@ class _Run(AnswerRun):
 
     def close(self) -> None:
         """Give back all slots."""
-        while self._jobs:
-            self._llm.finish(self._jobs.pop())
+        self._jobs.close()
 
     def _route_and_answer(self) -> Iterator[Event]:
         route = route_by_rule(self._question, self._options)
@@ -151,7 +149,7 @@ class _Run(AnswerRun):
         answer.is_direct, answer.direct_probability = True, route.direct_probability
         yield Routed(True, route.direct_probability, route.reason)
         prompt_ids = self._prompts.plain(self._question)
-        job = self._start(prompt_ids, self._sampling(self._options.max_answer_tokens), 0, is_eager=False)
+        job, _ = self._jobs.start(prompt_ids, self._sampling(self._options.max_answer_tokens), is_eager=False)
         answer.num_computed += len(prompt_ids) - 1
         num_shown = 0
         while not job.sequence.is_finished:
@@ -174,9 +172,9 @@ class _Run(AnswerRun):
             logits_processors=(titles,) if is_forced else (router, titles),
             presence_penalty=_PRESENCE_PENALTY,
         )
+        self._llm.engine.check_prompt(prompt_ids)
         reuse = self._llm.prefixes.take(prompt_ids) if options.is_reusing else None
-        num_reused = 0 if reuse is None else reuse.length
-        job = self._start(prompt_ids, sampling, 0, reuse=reuse, priority=options.max_parts)  # all parts wait for it
+        job, num_reused = self._jobs.start(prompt_ids, sampling, reuse=reuse, priority=options.max_parts)
         self._answer.num_reused += num_reused
         self._answer.num_computed += len(prompt_ids) - 1 - num_reused
         if options.is_reusing:
@@ -214,8 +212,7 @@ class _Run(AnswerRun):
         while not self._schedule.is_done or self._answer.plan is None:
             if self._options.deadline_s is not None and self._now_s() > self._options.deadline_s:
                 self._schedule.expire()
-            for launch in self._schedule.start():
-                yield self._start_part(planning, launch)
+            yield from self._start_parts(planning)
             for branch in self._running:
                 self._extend(branch)
             jobs = [branch.job for branch in self._running]
@@ -223,124 +220,118 @@ class _Run(AnswerRun):
                 jobs.append(planning.job)
             if self._schedule.is_done:  # the deadline came before the plan's end
                 break
-            assert jobs, "something runs, or all is done"
+            if not jobs:  # what was to start has failed: others may be next
+                continue
             self._step(jobs)
             yield from self._read_plan(planning)
             for branch in list(self._running):
                 yield from self._show(branch)
+            self._release(planning)
         if self._answer.plan is None:
             yield self._end_plan(planning)
-        if not self._parts:
+        reason = "" if self._parts else "the plan has no parts"
+        if self._results and all(result.reason == "failed" for result in self._results.values()):
+            reason = "no part fits the context"
+        if reason:
             self.close()
-            yield FellBack("the plan has no parts")
-            yield from self._decode_directly(Route(True, self._answer.direct_probability, "the plan has no parts"))
+            yield FellBack(reason)
+            yield from self._decode_directly(Route(True, self._answer.direct_probability, reason))
             return
         for part_id in self._schedule.waiting:
             if fresh := self._assembly.end(part_id):
                 yield self._answer_text(fresh)
         answer = self._answer
-        answer.parts = [self._branches[part_id].result for part_id in sorted(self._branches)]
+        answer.parts = [self._results[part_id] for part_id in sorted(self._results)]
         answer.num_answer_tokens = sum(result.num_tokens for result in answer.parts)
         answer.num_computed += sum(result.num_computed for result in answer.parts)
         answer.num_reused += sum(result.num_reused for result in answer.parts)
 
-    def _start_part(self, planning: _Planning, launch: Launch) -> PartStarted:
-        part, options = launch.part, self._options
-        prompt = self._part_prompt(planning, launch)
-        region = None
-        if options.is_reusing and prompt.source is not None:
-            sequence = prompt.source.sequence
-            num_shared = min(prompt.num_shared, sequence.region.length, len(prompt.token_ids) - 1)
-            region = self._llm.engine.runner.cache.fork(sequence.region, num_shared)
-        num_reused = 0 if region is None else region.length
-        job = self._start(
-            prompt.token_ids, self._sampling(launch.max_new_tokens), part.id, reuse=region, priority=launch.chain
-        )
-        result = PartResult(
-            part=part,
-            num_computed=len(prompt.token_ids) - 1 - num_reused,
-            num_reused=num_reused,
-            started_s=self._now_s(),
-        )
-        branch = _Branch(part, job, result, prompt.holds | {part.id})
-        self._running.append(branch)
-        self._branches[part.id] = branch
-        return PartStarted(part.id, result.num_computed, num_reused)
+    def _start_parts(self, planning: _Planning) -> Iterator[Event]:
+        """Start all parts that can run and have room."""
+        while launch := self._schedule.next():
+            prompt_ids, holds = self._part_prompt(planning, launch)
+            if not self._jobs.has_room(len(prompt_ids) + launch.max_new_tokens):
+                return
+            self._schedule.take(launch)
+            yield from self._start_part(launch, prompt_ids, holds)
 
-    def _part_prompt(self, planning: _Planning, launch: Launch) -> _PartPrompt:
-        """Return a part's prompt: the plan's or a parent's sequence, parts that it lacks, and what to write."""
+    def _start_part(self, launch: Launch, prompt_ids: list[int], holds: frozenset[int]) -> Iterator[Event]:
+        """Start a part; one whose prompt leaves no room for a token has failed."""
+        part = launch.part
+        result = self._results[part.id] = PartResult(part=part, started_s=self._now_s())
+        try:
+            job, result.num_reused = self._jobs.start(
+                prompt_ids, self._sampling(launch.max_new_tokens), sample=part.id, priority=launch.chain
+            )
+        except CapacityError:
+            yield PartStarted(part.id, 0, 0)
+            yield from self._end_part(part.id, 0, "failed")
+            return
+        result.num_computed = len(prompt_ids) - 1 - result.num_reused
+        branch = self._branches[part.id] = _Branch(part, job, holds | {part.id})
+        self._running.append(branch)
+        yield PartStarted(part.id, result.num_computed, result.num_reused)
+
+    def _part_prompt(self, planning: _Planning, launch: Launch) -> tuple[list[int], frozenset[int]]:
+        """Return a part's prompt and the parts in it: the plan's or a parent's sequence, parts that it lacks."""
         part, plan = launch.part, self._answer.plan
         if self._options.mode == "sot":
             assert plan is not None
             titles = [each.title for each in plan]
-            return _PartPrompt(self._prompts.point(self._question, titles, part.id), None, 0, frozenset())
+            return self._prompts.point(self._question, titles, part.id), frozenset()
         is_last = plan is not None and part.id == len(plan)
-        source, num_shared, holds = planning.job, planning.line_ends[part.id], frozenset[int]()
-        if plan is not None and self._options.visibility == "full":
-            num_shared = len(planning.job.sequence.token_ids)
-        if launch.primary is not None:
-            parent = self._branches[launch.primary]
-            source, holds = parent.job, parent.holds
-            num_shared = len(parent.job.sequence.request.prompt_ids) + _num_tokens(parent.job)
+        if launch.primary is None:
+            written = planning.job.sequence.token_ids
+            before = written if self._options.visibility == "full" else written[: planning.line_ends[part.id]]
+            return [*before, *self._prompts.part(part, is_last=is_last)], frozenset()
+        parent = self._branches[launch.primary]
+        before = parent.job.sequence.token_ids[: len(parent.job.sequence.request.prompt_ids) + _num_tokens(parent.job)]
         quoted = [
-            QuotedPart(self._branches[need].part, self._branches[need].result.text.strip())
+            QuotedPart(self._parts[need - 1], self._results[need].text.strip())
             for need in launch.needs_all
-            if need not in holds
+            if need not in parent.holds
         ]
-        asked = self._prompts.part(part, quoted, is_last=is_last)
-        before = source.sequence.token_ids[:num_shared]
-        return _PartPrompt([*before, *asked], source, num_shared, holds | {each.part.id for each in quoted})
+        return [*before, *self._prompts.next_part(part, quoted)], parent.holds | {each.part.id for each in quoted}
 
     def _extend(self, branch: _Branch) -> None:
         """Give a part that is about to be cut what others leave over."""
         sequence = branch.job.sequence
         limit = sequence.request.max_new_tokens
         if sequence.num_new_tokens + _NEAR_END >= limit and (more := self._schedule.extend(branch.part.id)):
+            more = min(more, self._jobs.room_for_more(branch.job))
             sequence.request = replace(sequence.request, max_new_tokens=limit + more)
 
     def _show(self, branch: _Branch) -> Iterator[Event]:
         """Yield what a branch wrote in this step, and its end."""
-        part_id, result = branch.part.id, branch.result
+        part_id = branch.part.id
         text = "".join(chunk.text for chunk in branch.job.chunks[branch.num_shown :])
         branch.num_shown = len(branch.job.chunks)
         if text:
-            result.text += text
+            self._results[part_id].text += text
             yield PartText(part_id, text)
             if fresh := self._assembly.push(part_id, text):
                 yield self._answer_text(fresh)
-        if not branch.job.sequence.is_finished:
-            return
-        self._running.remove(branch)
-        result.num_tokens, result.ended_s = _num_tokens(branch.job), self._now_s()
-        result.reason = "stop" if branch.job.sequence.finish_reason == "stop" else "length"
-        self._schedule.end(part_id, result.num_tokens, result.reason)
-        yield PartEnded(part_id, result.reason, result.num_tokens)
+        if branch.job.sequence.is_finished:
+            self._running.remove(branch)
+            reason: PartEnd = "stop" if branch.job.sequence.finish_reason == "stop" else "length"
+            yield from self._end_part(part_id, _num_tokens(branch.job), reason)
+
+    def _end_part(self, part_id: int, num_tokens: int, reason: PartEnd) -> Iterator[Event]:
+        result = self._results[part_id]
+        result.num_tokens, result.reason, result.ended_s = num_tokens, reason, self._now_s()
+        self._schedule.end(part_id, num_tokens, reason)
+        yield PartEnded(part_id, reason, num_tokens)
         if fresh := self._assembly.end(part_id):
             yield self._answer_text(fresh)
 
-    # What all share
+    def _release(self, planning: _Planning) -> None:
+        """Give back the slots of what has ended and what no part will go on from."""
+        ended = {None: planning.job} | {part_id: branch.job for part_id, branch in self._branches.items()}
+        for part_id, job in ended.items():
+            if job.sequence.is_finished and not self._schedule.is_awaited(part_id):
+                self._jobs.free(job)
 
-    def _start(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        sample: int,
-        *,
-        reuse: Region | None = None,
-        is_eager: bool = True,
-        priority: int = 0,
-    ) -> Job:
-        job = self._llm.start(
-            prompt_ids,
-            sampling,
-            drafter=self._options.drafter,
-            sample=sample,
-            reuse=reuse,
-            is_eager=is_eager,
-            priority=priority,
-        )
-        self._jobs.append(job)
-        return job
+    # What all share
 
     def _step(self, jobs: list[Job]) -> None:
         self._llm.step(jobs, max_rows=self._options.max_rows)
@@ -348,16 +339,6 @@ class _Run(AnswerRun):
     def _sampling(self, max_new_tokens: int) -> SamplingParams:
         options = self._options
         return SamplingParams(max_new_tokens=max_new_tokens, temperature=options.temperature, seed=options.seed)
-
-
-@dataclass(frozen=True, slots=True)
-class _PartPrompt:
-    """A part's prompt, and where its first tokens' keys and values are."""
-
-    token_ids: list[int]
-    source: Job | None
-    num_shared: int
-    holds: frozenset[int]
 
 
 def _num_tokens(job: Job) -> int:

@@ -114,7 +114,7 @@ class Answer:
     text: str
     mode: Mode
     plan: Plan | None
-    """None where the question was answered directly."""
+    """None where none was written; one that was given up stands here."""
     is_direct: bool
     direct_probability: float | None = None
     parts: list[PartResult] = field(default_factory=list)

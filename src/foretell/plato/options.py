@@ -14,8 +14,8 @@ Visibility = Literal["prefix", "full"]
 """What a part sees of the plan: `prefix` is the lines up to its own, so that it may begin before the plan is complete;
 `full` is all of it."""
 
-_WHOLE: Final = ("max_answer_tokens", "max_parallel", "max_parts", "max_rows", "seed")
-_MAY_BE_NONE: Final = ("max_rows", "seed")
+_WHOLE: Final = ("max_answer_tokens", "max_parallel", "max_parts", "max_rows", "max_slots", "seed")
+_MAY_BE_NONE: Final = ("max_rows", "max_slots", "seed")
 _FLAGS: Final = ("is_pipelined", "is_reusing", "force_plan", "has_headings")
 _MIN_PARTS: Final = 2
 
@@ -36,7 +36,11 @@ class PlatoOptions:
     max_parts: int = MAX_PARTS
     max_rows: int | None = None
     """Rows that the plan and all parts may have in a step, drafts among them; with fewer rows than parts these take
-    turns, the plan and those that most parts wait for first. None leaves it to what pays."""
+    turns, the plan and those that most parts wait for first. None sets no limit but what pays."""
+    max_slots: int | None = None
+    """Slots of keys and values that the plan and all parts may hold at once; with fewer than they need, parts wait for
+    each other, and some of what they share is computed again. The rules and examples, which all answers share, are not
+    counted. None sets no limit."""
     is_pipelined: bool = True
     """A part begins as soon as its line of the plan is complete, not only after the whole plan."""
     is_reusing: bool = True
@@ -68,8 +72,9 @@ class PlatoOptions:
         for name in ("max_answer_tokens", "max_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {getattr(self, name)}")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ConfigError(f"`max_rows` must be at least 1, got {self.max_rows}; None leaves it to what pays")
+        for name in ("max_rows", "max_slots"):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                raise ConfigError(f"`{name}` must be at least 1, got {limit}; None sets no limit")
         if not _MIN_PARTS <= self.max_parts <= MAX_PARTS:
             raise ConfigError(f"`max_parts` must be in [{_MIN_PARTS}, {MAX_PARTS}], got {self.max_parts}")
         if not _is_real(self.temperature) or self.temperature < 0:

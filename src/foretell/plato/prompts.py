@@ -77,17 +77,20 @@ class PlanPrompts:
         """Return the prompt of plain decoding."""
         return self._tokenizer.encode_chat([{"role": "user", "content": question}])
 
-    def part(self, part: Part, quoted: Sequence[QuotedPart], *, is_last: bool) -> list[int]:
-        """Return what asks for a part, after a plan or another part's text.
+    def part(self, part: Part, *, is_last: bool) -> list[int]:
+        """Return what asks for a part after the plan's lines; `is_last`: whether the answer ends with it."""
+        text = self._turn + part_request(part, [], is_last=is_last) + self._tail + heading(part.title)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def next_part(self, part: Part, quoted: Sequence[QuotedPart]) -> list[int]:
+        """Return what has the model go on with a part after the text of one that it builds on, in the same answer.
 
         Args:
             part: what to write.
-            quoted: parts that it builds on and that the text before does not hold, in the order of their ids.
-            is_last: whether the answer ends with it.
+            quoted: other parts that it builds on and that the text before does not hold, in the order of their ids.
         """
-        ask = part_request(part, quoted, is_last=is_last)
-        text = self._turn + ask + self._tail + heading(part.title)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        text = "".join(f"{heading(each.part.title)}{each.text}\n\n" for each in quoted)
+        return self._tokenizer.encode(f"\n\n{text}{heading(part.title)}", add_special_tokens=False)
 
     def point(self, question: str, titles: Sequence[str], number: int) -> list[int]:
         """Return Skeleton-of-Thought's prompt for one point."""
@@ -115,7 +118,7 @@ def heading(title: str) -> str:
 
 
 def part_request(part: Part, quoted: Sequence[QuotedPart], *, is_last: bool, lost: Sequence[Part] = ()) -> str:
-    """Return what asks for a part; see `PlanPrompts.part`. `lost` are parts that it builds on and that are missing."""
+    """Return what asks for a part; `lost` are parts that it builds on and that are missing."""
     written = "".join(f"{heading(each.part.title)}{each.text}\n\n" for each in quoted)
     missing = "".join(f"The part about {each.title} is missing.\n\n" for each in lost)
     end = "" if is_last else " More parts follow: do not conclude."

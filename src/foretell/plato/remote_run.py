@@ -56,9 +56,11 @@ class RemoteRun(AnswerRun):
         sleep: Callable[[float], Awaitable[None]],
         clock: Callable[[], float],
     ) -> None:
-        if options.drafter is not None or not options.is_reusing or options.max_rows is not None:
+        limits = (options.drafter, options.max_rows, options.max_slots)
+        if not options.is_reusing or any(limit is not None for limit in limits):
             raise ConfigError(
-                "`drafter`, `is_reusing` and `max_rows` have no effect on a server, which decides itself: drop them"
+                "`drafter`, `is_reusing`, `max_rows` and `max_slots` have no effect on a server, which decides itself: "
+                "drop them"
             )
         if not question.strip():
             raise InputError("the question is empty")

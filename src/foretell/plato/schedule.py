@@ -32,9 +32,10 @@ class Launch:
 class Schedule:
     """The state of a planned answer's parts: waiting, running or ended.
 
-    Call `start` after every event; whatever can run then runs. A part can run when all that it needs has ended, with
-    whatever reason: a part that failed holds up nobody. Of those that can run, the one with the longest chain of parts
-    waiting for it comes first, then the smaller id; all are estimated equally long, so chains are counted in parts.
+    Call `start` after every event, or `next` and `take`; whatever can run then runs. A part can run when all that it
+    needs has ended, with whatever reason: a part that failed holds up nobody. Of those that can run, the one with the
+    longest chain of parts waiting for it comes first, then the smaller id; all are estimated equally long, so chains
+    are counted in parts.
 
     Tokens: what is left is shared equally by the parts not started yet, each getting at least 48 tokens as long as so
     many are left for every other, and at most `max_share` equal shares of the whole. What a part leaves over goes back.
@@ -106,13 +107,32 @@ class Schedule:
 
     def start(self) -> list[Launch]:
         """Return what is to be started now, most urgent first; from here on it counts as running."""
-        if self._is_closed or not self._can_start:
-            return []
-        chains = self._chains()
+        launches = []
+        while launch := self.next():
+            self.take(launch)
+            launches.append(launch)
+        return launches
+
+    def next(self) -> Launch | None:
+        """Return the most urgent part that can start now, for `take`; None if there is none."""
+        if self._is_closed or not self._can_start or not self._num_left or len(self._granted) == self._max_parallel:
+            return None
         ready = [part for part in self._parts if part.id not in self._held and self._written.keys() >= set(part.needs)]
-        ready.sort(key=lambda part: (-chains[part.id], part.id))
-        room = self._max_parallel - len(self._granted)
-        return [self._launch(part, chains[part.id]) for part in ready[:room] if self._num_left]
+        if not ready:
+            return None
+        chains = self._chains()
+        part = min(ready, key=lambda part: (-chains[part.id], part.id))
+        needs = Plan(tuple(self._parts)).ancestors(part.id)
+        written = tuple(need for need in needs if need not in self._lost)
+        lost = tuple(need for need in needs if need in self._lost)
+        return Launch(part, self._grant(), written, lost, self._primary(written), chains[part.id])
+
+    def take(self, launch: Launch) -> None:
+        """Learn that this part starts; from here on it counts as running."""
+        part_id = launch.part.id
+        self._granted[part_id] = launch.max_new_tokens
+        self._num_left -= launch.max_new_tokens
+        self._held[part_id] = (*launch.needs_all, part_id)
 
     def extend(self, part_id: int) -> int:
         """Return how many more tokens a running part that took all it was given may take; 0 if it must end."""
@@ -148,6 +168,14 @@ class Schedule:
         self._is_closed = True
         return stopped
 
+    def is_awaited(self, part_id: int | None) -> bool:
+        """Whether a part that is still to start may go on from this one's sequence; None: from the plan's."""
+        if self._is_closed or not self._is_plan_ended:
+            return not self._is_closed
+        plan = Plan(tuple(self._parts))
+        needs = [plan.ancestors(waiting) for waiting in self.waiting]
+        return any(not each if part_id is None else part_id in each for each in needs)
+
     @property
     def _num_unstarted(self) -> int:
         return self._num_parts - len(self._held)
@@ -163,16 +191,6 @@ class Schedule:
             for need in part.needs:
                 chains[need] = max(chains[need], chains[part.id] + 1)
         return chains
-
-    def _launch(self, part: Part, chain: int) -> Launch:
-        needs = Plan(tuple(self._parts)).ancestors(part.id)
-        written = tuple(need for need in needs if need not in self._lost)
-        max_new_tokens = self._grant()
-        self._granted[part.id] = max_new_tokens
-        self._num_left -= max_new_tokens
-        self._held[part.id] = (*written, part.id)
-        lost = tuple(need for need in needs if need in self._lost)
-        return Launch(part, max_new_tokens, written, lost, self._primary(written), chain)
 
     def _grant(self) -> int:
         share = self._num_left // self._num_unstarted

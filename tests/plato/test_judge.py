@@ -16,7 +16,7 @@ from foretell.cli.options import Invocation
 from foretell.errors import ConfigError, ForetellError, InputError, RemoteError
 from foretell.plato import chat_client
 from foretell.plato.answers import AnswerFile, AnswerRecord, Question
-from foretell.plato.chat_client import ChatClient
+from foretell.plato.chat_client import ChatClient, PromptRefusedError
 from foretell.plato.events import Answer
 from foretell.plato.judge import Outcome, PairJudgement, judge, net_win_rate_at_equal_length, net_wins, read_verdict
 
@@ -36,6 +36,7 @@ def pair(outcome: Outcome, length: int = 100, other_length: int = 100) -> PairJu
         category="qa",
         outcome=outcome,
         verdicts=("tie", "tie"),
+        refusal=None,
         is_identical=False,
         length=length,
         other_length=other_length,
@@ -102,6 +103,21 @@ def test_only_what_both_orders_say_is_a_win() -> None:
     }  # fmt: skip
     assert {key: document[key] for key in expected} == expected
     json.dumps(document, allow_nan=False)
+
+
+def test_a_pair_that_is_refused_ends_nothing() -> None:
+    def ask(system: str, user: str) -> str:
+        if "long" in user:
+            raise PromptRefusedError("the judge refuses the request (400: too long)")
+        return "VERDICT: TIE"
+
+    records = [record(name, arm, f"{arm} {name}") for name in ("long", "short") for arm in ("plain", "plato")]
+    judgement = judge(records, ask, arm="plato", against="plain")
+    assert [each.outcome for each in judgement.pairs] == ["unparsable", "tie"]
+    document = judgement.to_json()
+    assert (document["num_unparsable"], document["num_refused"], document["num_judged"]) == (1, 1, 1)
+    with pytest.raises(PromptRefusedError, match=r"every pair: the judge refuses the request \(400: too long\)"):
+        judge(records[:2], ask, arm="plato", against="plain")
 
 
 def test_equal_texts_are_not_judged() -> None:
@@ -234,11 +250,11 @@ def test_fields_that_the_server_refuses_are_left_out_from_then_on() -> None:
     [
         (
             failure(401, "bad key"),
-            ConfigError,
+            RemoteError,
             r"refuses \(401: bad key\): give an API key that it takes.*--api-key-env",
         ),
         (failure(404, "no such model"), RemoteError, r"does not know model 'judge-7b' \(404: no such model\)"),
-        (failure(400, "too long"), RemoteError, r"refuses the request \(400: too long\)"),
+        (failure(400, "too long"), PromptRefusedError, r"refuses the request \(400: too long\)"),
         (httpx.Response(302), RemoteError, r"refuses the request \(302: Found\)"),
         (httpx.Response(200, text="<html>"), RemoteError, "something else than a chat completion"),
         (httpx.Response(200, json={"choices": []}), RemoteError, "something else than a chat completion"),

@@ -207,5 +207,6 @@ def _print_judgement(document: Mapping[str, Any]) -> None:
     if (rate := document["net_win_rate_at_equal_length"]) is not None:
         typer.echo(f"at equal length, by a regression: net win rate {rate:+.0%}")
     typer.echo(
-        f"{document['num_unparsable']} without a verdict, {document['num_order_conflicts']} in which the order decided"
+        f"{document['num_unparsable']} without a verdict, of these {document['num_refused']} refused; "
+        f"{document['num_order_conflicts']} in which the order decided"
     )

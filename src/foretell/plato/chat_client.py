@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from foretell.errors import ConfigError, ForetellError, RemoteError
+from foretell.errors import RemoteError
 from foretell.plato.http import KEY_REMEDY, failure_text, key_headers, retry_after_s, server_url
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ _FIELDS: Final = {"temperature": 0.0, "max_tokens": 1024}
 _CONNECT_S: Final = 10.0
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
+_PROMPT_REFUSED: Final = (400, 413, 422)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,10 @@ class _Busy:
     reason: str
     pause_s: float = 0.0
     """How long the server asks to wait."""
+
+
+class PromptRefusedError(RemoteError):
+    """The server refuses this prompt, too long for one, and may take others."""
 
 
 class ChatClient:
@@ -76,9 +81,9 @@ class ChatClient:
         that the server asks for, as long as `patience_s` is not over.
 
         Raises:
-            ConfigError: the key is refused.
-            RemoteError: the server cannot be reached, does not know the model, refuses, keeps failing, or answers
-                something else than a chat completion.
+            PromptRefusedError: the server refuses this prompt.
+            RemoteError: the server cannot be reached, refuses the key, does not know the model, keeps failing, or
+                answers something else than a chat completion.
         """
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         give_up_s, pause_s = self._clock() + self._patience_s, _FIRST_PAUSE_S
@@ -127,11 +132,12 @@ class ChatClient:
             ) from error
         return content if isinstance(content, str) else ""
 
-    def _refusal(self, status: int, message: str) -> ForetellError:
+    def _refusal(self, status: int, message: str) -> RemoteError:
         if status in (401, 403):
-            return ConfigError(f"{self._url} refuses ({status}: {message}): {KEY_REMEDY}")
+            return RemoteError(f"{self._url} refuses ({status}: {message}): {KEY_REMEDY}")
         if status == 404:
             return RemoteError(
                 f"{self._url} does not know model {self._model!r} (404: {message}): check name and address"
             )
-        return RemoteError(f"{self._url} refuses the request ({status}: {message})")
+        kind = PromptRefusedError if status in _PROMPT_REFUSED else RemoteError
+        return kind(f"{self._url} refuses the request ({status}: {message})")

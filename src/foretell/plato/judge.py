@@ -11,6 +11,7 @@ import numpy as np
 
 from foretell.errors import InputError
 from foretell.plato.answers import AnswerRecord
+from foretell.plato.chat_client import PromptRefusedError
 from foretell.plato.measures import bootstrap_interval
 from foretell.provenance import provenance
 
@@ -49,6 +50,8 @@ class PairJudgement:
     """Of the arm: both orders must agree on its win or loss; where they do not, it is a tie."""
     verdicts: tuple[Verdict | None, Verdict | None]
     """As given with the arm as A, then with the arm as B; None where none could be read. Ties for equal texts."""
+    refusal: str | None
+    """What the judge's server says of a pair that it refuses, one too long for example."""
     is_identical: bool
     length: int
     """Characters of the arm's answer."""
@@ -91,6 +94,7 @@ class Judgement:
             "against": self.against,
             "num_questions": len(self.pairs),
             "num_unparsable": len(self.pairs) - len(judged),
+            "num_refused": sum(pair.refusal is not None for pair in self.pairs),
             "num_identical": sum(pair.is_identical for pair in self.pairs),
             "num_order_conflicts": sum(pair.verdicts in (("A", "A"), ("B", "B")) for pair in self.pairs),
             **asdict(net_wins(judged)),
@@ -113,6 +117,8 @@ def judge(
 ) -> Judgement:
     """Have every question judged that both arms answered, in both orders; equal texts are a tie without being judged.
 
+    A pair that the judge refuses has no verdict; where it refuses all, something else is wrong.
+
     Args:
         records: answers of these arms, and maybe of others.
         ask: the judge: from a system and a user message to a reply.
@@ -121,18 +127,22 @@ def judge(
         notify: called after each question with how many are judged, and how many there are.
 
     Raises:
-        InputError: there is no question that both answered; and what `ask` raises.
+        InputError: there is no question that both answered.
+        PromptRefusedError: `ask` raised it for every pair; and what else `ask` raises.
     """
     theirs = {record.question.question_id: record for record in records if record.arm == against}
     both = [record for record in records if record.arm == arm and record.question.question_id in theirs]
     if not both:
         names = ", ".join(sorted({record.arm for record in records}))
         raise InputError(f"no question was answered by both {arm!r} and {against!r}: there are answers by {names}")
-    pairs = []
+    pairs: list[PairJudgement] = []
     for record in both:
         pairs.append(_judge_pair(record, theirs[record.question.question_id], ask))
         if notify is not None:
             notify(len(pairs), len(both))
+    refusals = [pair.refusal for pair in pairs]
+    if None not in refusals:
+        raise PromptRefusedError(f"every pair: {refusals[0]}")
     return Judgement(arm=arm, against=against, pairs=pairs)
 
 
@@ -188,16 +198,21 @@ def _judge_pair(ours: AnswerRecord, theirs: AnswerRecord, ask: Callable[[str, st
     question, text, other_text = ours.question, ours.answer.text, theirs.answer.text
     is_identical = text == other_text
     verdicts: tuple[Verdict | None, Verdict | None] = ("tie", "tie")
+    refusal = None
     if not is_identical:
-        verdicts = (
-            read_verdict(ask(SYSTEM, _pair_text(question.text, text, other_text))),
-            read_verdict(ask(SYSTEM, _pair_text(question.text, other_text, text))),
-        )
+        try:
+            verdicts = (
+                read_verdict(ask(SYSTEM, _pair_text(question.text, text, other_text))),
+                read_verdict(ask(SYSTEM, _pair_text(question.text, other_text, text))),
+            )
+        except PromptRefusedError as error:
+            verdicts, refusal = (None, None), str(error)
     return PairJudgement(
         question_id=question.question_id,
         category=question.category,
         outcome=_outcome(verdicts),
         verdicts=verdicts,
+        refusal=refusal,
         is_identical=is_identical,
         length=len(text),
         other_length=len(other_text),

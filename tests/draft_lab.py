@@ -155,7 +155,7 @@ def run_alone(model: DraftModel, text: Sequence[int], hidden: Tensor | None) -> 
         if hidden is not None:
             known = hidden[: len(text) - 1]  # [M, E]
             features[1 : 1 + len(known)] = known
-    return runner.decode([Rows.chain(region, text, features)]).logits[0, : len(text)].log_softmax(-1)  # [T, K]
+    return runner.decode([Rows.chain(region, text, features)]).logits[0][: len(text)].log_softmax(-1)  # [T, K]
 
 
 def best_choice(model: DraftModel, text: Sequence[int], hidden: Tensor | None) -> tuple[float, int]:

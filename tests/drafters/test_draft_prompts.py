@@ -74,5 +74,5 @@ def test_a_prompt_tokens_state_is_that_of_its_path_alone() -> None:
     for num_nodes in range(3):
         region = alone.cache.allocate(32)
         output = alone.decode([Rows.chain(region, [*text, *[4, 8][:num_nodes], VOCAB_SIZE])])
-        torch.testing.assert_close(read.prompted[num_nodes], output.hidden[0, len(text) + num_nodes])
+        torch.testing.assert_close(read.prompted[num_nodes], output.hidden[0][len(text) + num_nodes])
     assert drafter._reader.region.length == len(text) + 2, "prompt tokens leave nothing behind"

@@ -134,7 +134,7 @@ def test_sequences_that_share_a_pass_pay_for_the_rows_of_all(lab: Any) -> None:
     engine = lab.engine(profile=profile)
     alone, together = engine.drafting.curve(0), engine.drafting.curve(0, 4)
     assert alone == [1.0, 1.1, 1.1, 1.1, 3.0, 3.0, 3.0, 3.0]
-    assert together[:3] == pytest.approx([1.1, 3.0, 3.0 + 4 * 1.9 / 4])
+    assert together[:3] == pytest.approx([1.1 / 4, 3.0 / 4, (3.0 + 4 * 1.9 / 4) / 4])  # a share of the seconds
 
 
 # A row budget

@@ -54,7 +54,7 @@ def test_compiled_passes_agree_with_eager_and_with_each_other(
     for each in (runner, eager):
         region = each.cache.allocate(100)
         each.prefill(Rows.chain(region, prompt))
-        logits.append(each.decode([Rows.chain(region, [5, 6, 7, 8])]).logits[0, :4])  # [4, V]
+        logits.append(each.decode([Rows.chain(region, [5, 6, 7, 8])]).logits[0][:4])  # [4, V]
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
 
     engine = Engine(runner, lab.FLAT, Calibration(), "copy", clock=lambda: 0.0)

@@ -13,6 +13,7 @@ from foretell.engine.measure import QUICK_ROW_COUNTS, ROW_COUNTS, compare_rows, 
 from foretell.errors import ModelError
 from foretell.models.files import find_default_gguf, resolve
 from foretell.models.load import has_fast_bfloat16, load_model
+from foretell.passes.rows import Rows
 from foretell.passes.runner import PassOutput, Runner
 
 KEY = {"model": "tiny"}
@@ -103,9 +104,9 @@ def test_a_row_that_differs_is_found(lab: Any, error: float) -> None:
         output = decode(rows)
         if len(rows[0].token_ids) < 8:
             return output
-        logits = output.logits.clone()
-        logits[0, 2, 5] += error
-        return PassOutput(output.hidden, logits)
+        logits = output.logits[0].clone()
+        logits[2, 5] += error
+        return PassOutput(output.hidden, (logits,))
 
     runner.decode = perturbed  # type: ignore[assignment, method-assign]
     exactness = compare_rows(runner, lab.prompt(0, 62))
@@ -168,6 +169,23 @@ def test_rows_of_the_default_model_in_bfloat16_are_those_of_plain_decoding_bit_f
     assert exactness.num_rows == end - start
     assert (exactness.num_different_rows, exactness.largest_gap) == (0, 0.0)
     assert exactness.is_bit_exact
+
+
+@needs_default_model
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 5, 1), (2, 3, 9, 1), (1, 1, 12, 1)])
+def test_and_those_of_sequences_that_share_a_pass(
+    real_runner: Runner, real_ids: list[int], sizes: tuple[int, ...]
+) -> None:
+    regions = [real_runner.cache.allocate(512) for _ in sizes]
+    for index, region in enumerate(regions):
+        real_runner.prefill(Rows.chain(region, real_ids[: 100 + 37 * index]))
+    rows = [Rows.chain(region, real_ids[300 : 300 + size]) for region, size in zip(regions, sizes, strict=True)]
+    together = real_runner.decode(rows)
+    for index, size in enumerate(sizes):
+        alone = real_runner.decode([rows[index]])
+        assert torch.equal(together.logits[index][:size], alone.logits[0][:size])
+    for region in regions:
+        real_runner.cache.free(region)
 
 
 @needs_default_model

@@ -26,7 +26,7 @@ def naive(lab: Any, prefixes: Sequence[Sequence[int]], num_ids_kept: int) -> lis
         for prefix_ids in prefixes:
             region = runner.cache.allocate(MAX_ROWS)
             text = [*prefix_ids, token_id]
-            logits = runner.decode([Rows.chain(region, text)]).logits[0, len(text) - 1]  # [V]
+            logits = runner.decode([Rows.chain(region, text)]).logits[0][len(text) - 1]  # [V]
             total += logits.double().log_softmax(-1)
             runner.cache.free(region)
         table.append(total.topk(num_ids_kept).indices.tolist())

@@ -22,11 +22,11 @@ def spoil(engine: Any, value: float, *, at_pass: int, row: int) -> None:
         nonlocal num_passes
         output: PassOutput = decode(rows)
         num_passes += 1
-        if num_passes != at_pass or row >= output.logits.shape[1]:
+        if num_passes != at_pass or row >= len(output.logits[0]):
             return output
-        logits = output.logits.clone()
-        logits[0, row] = value
-        return PassOutput(output.hidden, logits)
+        logits = output.logits[0].clone()
+        logits[row] = value
+        return PassOutput(output.hidden, (logits,))
 
     engine.runner.decode = spoiled
 

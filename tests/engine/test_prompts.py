@@ -131,8 +131,8 @@ def test_prompt_tokens_anywhere_in_a_tree(family_lab: Any, num_chains: int, poli
                 region = fresh.runner.cache.allocate(len(rows) + 8)
                 output = fresh.runner.decode([Rows.chain(region, rows)])
                 fresh.runner.cache.free(region)
-                torch.testing.assert_close(hidden, output.hidden[0, len(text) : len(rows)], atol=1e-8, rtol=1e-6)
-                torch.testing.assert_close(logits, output.logits[0, len(text) : len(rows)], atol=1e-8, rtol=1e-6)
+                torch.testing.assert_close(hidden, output.hidden[0][len(text) : len(rows)], atol=1e-8, rtol=1e-6)
+                torch.testing.assert_close(logits, output.logits[0][len(text) : len(rows)], atol=1e-8, rtol=1e-6)
         assert sequence.token_ids == truth
         assert sequence.stats.accepted.total() > 0
         engine.finish(sequence)
@@ -149,8 +149,8 @@ def test_rows_do_not_change_beside_prompt_tokens(family_lab: Any) -> None:
     ids = [5, 0, family_lab.VOCAB_SIZE, family_lab.VOCAB_SIZE + 1, family_lab.VOCAB_SIZE]
     beside = engine.runner.decode([Rows(region, ids, [0, 1, 1, 2, 2], mask)])
     alone = engine.runner.decode([Rows.chain(region, [5, 0])])
-    torch.testing.assert_close(beside.logits[0, :2], alone.logits[0, :2], atol=1e-9, rtol=1e-9)
-    assert not torch.allclose(beside.logits[0, 2], alone.logits[0, 1])
+    torch.testing.assert_close(beside.logits[0][:2], alone.logits[0][:2], atol=1e-9, rtol=1e-9)
+    assert not torch.allclose(beside.logits[0][2], alone.logits[0][1])
 
 
 @pytest.mark.usefixtures("any_purchase")

@@ -72,8 +72,8 @@ def test_a_row_sees_its_path_and_nothing_else(family_lab: Any, num_committed: in
             path = path_to(tree, row)
             expected = runner.decode([Rows.chain(alone, path)])
             runner.cache.free(alone)
-            torch.testing.assert_close(output.hidden[0, row], expected.hidden[0, len(path) - 1], atol=ATOL, rtol=0)
-            torch.testing.assert_close(output.logits[0, row], expected.logits[0, len(path) - 1], atol=ATOL, rtol=0)
+            torch.testing.assert_close(output.hidden[0][row], expected.hidden[0][len(path) - 1], atol=ATOL, rtol=0)
+            torch.testing.assert_close(output.logits[0][row], expected.logits[0][len(path) - 1], atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("policy", ["canonical", "copy"])
@@ -118,16 +118,39 @@ def test_sequences_in_one_pass_do_not_see_each_other(family_lab: Any, lengths: t
     for index, (region, tree) in enumerate(zip(regions, trees, strict=True)):
         alone = runner.decode([tree_rows(region, tree)])
         size = len(tree)
-        torch.testing.assert_close(output.logits[index, :size], alone.logits[0, :size], atol=ATOL, rtol=0)
+        torch.testing.assert_close(output.logits[index][:size], alone.logits[0][:size], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_runs"), [((1, 1, 1, 1), 1), ((1, 1, 12, 1), 3), ((3, 12, 12, 2), 1), ((30, 1, 1, 1, 1), 2)]
+)
+def test_unequal_sequences_are_padded_for_attention_alone(
+    family_lab: Any, sizes: tuple[int, ...], num_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, batches = Runner(family_lab.model, 900), []
+    regions = [runner.cache.allocate(900) for _ in sizes]
+    for seed, region in enumerate(regions):
+        runner.prefill(Rows.chain(region, family_lab.prompt(seed, 40 + 130 * seed)))
+    trees = [random_tree(seed, size) for seed, size in enumerate(sizes)]
+    forward = runner.model.forward
+    monkeypatch.setattr(runner.model, "forward", lambda batch, slots: (batches.append(batch), forward(batch, slots))[1])
+    output = runner.decode([tree_rows(region, tree) for region, tree in zip(regions, trees, strict=True)])
+    if len(set(sizes)) > 1:
+        assert batches[0].token_ids.shape == (1, sum(sizes))
+        assert len(batches[0].runs) == num_runs
+    for index, (region, tree) in enumerate(zip(regions, trees, strict=True)):
+        alone = runner.decode([tree_rows(region, tree)])
+        torch.testing.assert_close(output.logits[index], alone.logits[0], atol=ATOL, rtol=0)
+        assert len(output.hidden[index]) == len(tree)
 
 
 def test_stale_slots_are_of_no_consequence(lab: Any) -> None:
     """Rows that were not accepted stay behind in the region; no later row reads them."""
     runner = Runner(lab.model, 600)
     region = prefilled(runner, lab.prompt(1, 6))
-    clean = runner.decode([Rows.chain(region, [9])]).logits[0, 0].clone()
+    clean = runner.decode([Rows.chain(region, [9])]).logits[0][0].clone()
     runner.decode([tree_rows(region, random_tree(0, 30))])
-    assert torch.equal(runner.decode([Rows.chain(region, [9])]).logits[0, 0], clean)
+    assert torch.equal(runner.decode([Rows.chain(region, [9])]).logits[0][0], clean)
 
 
 def test_chain_rows() -> None:

@@ -108,7 +108,7 @@ def exact_law(lab: Any, params: SamplingParams) -> Paths:
         output = engine.runner.decode([Rows(sequence.region, packed.token_ids, packed.depths, packed.mask())])
         longer: Paths = {}
         for path, probability in paths.items():
-            law = request.chooser.law(output.logits[0, row_of(packed, path)], [*sequence.token_ids, *path])
+            law = request.chooser.law(output.logits[0][row_of(packed, path)], [*sequence.token_ids, *path])
             for token_id, log_prob in zip(law.ids.tolist(), law.log_probs.tolist()):
                 longer[(*path, token_id)] = probability * math.exp(log_prob)
         paths = longer
@@ -339,7 +339,7 @@ def test_log_probabilities_are_those_of_the_text(lab: Any, name: str, policy: An
     engine, ids = lab.engine(), run.sequence.token_ids
     region = engine.runner.cache.allocate(64)
     chain = Rows.chain(region, ids)
-    logits = engine.runner.decode([chain]).logits[0, : len(ids)].double()  # [N, V]
+    logits = engine.runner.decode([chain]).logits[0][: len(ids)].double()  # [N, V]
     expected = torch.log_softmax(logits, -1)  # [N, V]
     for place, emission in enumerate(emission for block in run.blocks for emission in block):
         assert emission.logprobs is not None
@@ -354,7 +354,7 @@ def test_nan_is_an_error_and_leaves_nothing_behind(lab: Any, name: str) -> None:
 
     def spoiled(rows: Any) -> Any:
         output = decode(rows)
-        return PassOutput(output.hidden, torch.full_like(output.logits, torch.nan))
+        return PassOutput(output.hidden, [torch.full_like(each, torch.nan) for each in output.logits])
 
     engine.runner.decode = spoiled
     with pytest.raises(NumericsError):

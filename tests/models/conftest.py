@@ -187,17 +187,17 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
 
-    def decode(self, *rows: Rows) -> Tensor:
-        """Run one pass and return its logits [B, N, V]; nothing is committed."""
+    def decode(self, *rows: Rows) -> Sequence[Tensor]:
+        """Run one pass and return its logits, [N, V] for each sequence; nothing is committed."""
         return self.runner.decode(rows).logits
 
     def tree(self, region: Region, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
         """Run a tree and return its rows' logits [N, V]."""
-        return self.decode(tree_rows(region, token_ids, parents))[0, : len(token_ids)]
+        return self.decode(tree_rows(region, token_ids, parents))[0][: len(token_ids)]
 
     def chain(self, region: Region, token_ids: Sequence[int]) -> Tensor:
         """Run tokens that follow each other and return their rows' logits [N, V]."""
-        return self.decode(Rows.chain(region, token_ids))[0, : len(token_ids)]
+        return self.decode(Rows.chain(region, token_ids))[0][: len(token_ids)]
 
     def step(self, region: Region, token_id: int) -> Tensor:
         """Run and commit one token; returns its logits [V]."""

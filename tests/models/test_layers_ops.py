@@ -154,7 +154,7 @@ def test_rows_go_to_their_slots_and_nowhere_else(num_sequences: int) -> None:
     for index in range(num_sequences):
         for row in range(3):
             expected[index, :, slots[index, row]] = rows[3 * index + row]
-    write_rows(keys_values, slots, rows)
+    write_rows(keys_values, RowBatch(slots, slots, 0, slots, None), rows)
     assert torch.equal(keys_values, expected)
 
 

@@ -85,7 +85,8 @@ class DraftModelDrafter:
         beside = None if self._beside is None else self._beside.propose(proposal)
         expansion = Expansion(proposal, self._engine, self._shape, self._eos_ids, num_levels - 1, beside, started_s)
         asking, before = expansion.learned.asking, expansion.promise()
-        if beside is not None and not asking.is_due(before.num_tokens):
+        pass_s = proposal.pass_s[0] if proposal.pass_s else 1.0
+        if beside is not None and not asking.is_due(before.num_tokens, pass_s):
             return beside
         staged = self._read_tip(expansion, proposal, num_levels - 1, beside)
         num_more = self._read_on(expansion, proposal)
@@ -94,7 +95,7 @@ class DraftModelDrafter:
         self._guess(expansion, proposal)
         self._reader.rewind()
         if beside is not None:
-            asking.record(before.num_tokens, expansion.promise().tokens_per_s / before.tokens_per_s)
+            asking.record(before.num_tokens, pass_s, expansion.promise().tokens_per_s / before.tokens_per_s)
         return expansion.result()
 
     def draw(self, proposal: Proposal, plan: DrawPlan) -> TokenTree:

@@ -196,19 +196,20 @@ class StagePayoff:
 
 
 class AskingPayoff:
-    """Whether asking the draft model pays where other drafters have proposed: by how many tokens those promise.
+    """Whether asking the draft model pays where other drafters have proposed: by how many tokens those promise, and by
+    what a pass of the target costs, which is less for a sequence that shares it.
 
     The gain is that of expected tokens per second, drafting time included. Where it did not pay, every
     `_RETRY_AFTER`th step asks nevertheless.
     """
 
     def __init__(self) -> None:
-        self._gains: dict[int, Mean] = {}
-        self._num_waited: dict[int, int] = {}
+        self._gains: dict[tuple[int, int], Mean] = {}
+        self._num_waited: dict[tuple[int, int], int] = {}
 
-    def is_due(self, num_tokens: float) -> bool:
-        """Return whether this step, which is expected to bring so many tokens as it is, should ask."""
-        bucket = self._bucket_of(num_tokens)
+    def is_due(self, num_tokens: float, pass_s: float) -> bool:
+        """Return whether this step should ask; as it is it is expected to bring so many tokens at this price."""
+        bucket = self._bucket_of(num_tokens, pass_s)
         gain = self._gains.get(bucket)
         self._num_waited[bucket] = self._num_waited.get(bucket, 0) + 1
         if gain is not None and gain.value < 1.0 and self._num_waited[bucket] <= _RETRY_AFTER:
@@ -216,12 +217,12 @@ class AskingPayoff:
         self._num_waited[bucket] = 0
         return True
 
-    def record(self, num_tokens: float, gain: float) -> None:
+    def record(self, num_tokens: float, pass_s: float, gain: float) -> None:
         """Take in the factor by which asking raised the expected tokens per second of such a step."""
-        self._gains.setdefault(self._bucket_of(num_tokens), Mean(1.02, decay=0.9)).add(gain)
+        self._gains.setdefault(self._bucket_of(num_tokens, pass_s), Mean(1.02, decay=0.9)).add(gain)
 
-    def _bucket_of(self, num_tokens: float) -> int:
-        return min(int(4 * (num_tokens - 1)), 16)
+    def _bucket_of(self, num_tokens: float, pass_s: float) -> tuple[int, int]:
+        return min(int(4 * (num_tokens - 1)), 16), round(2 * math.log2(pass_s))
 
 
 def _bucket(num_rows: int) -> int:

@@ -162,8 +162,8 @@ class DraftReader:
         self._count(rows.region.length, num_rows)
         num_kept = num_rows - num_prompted
         self.engine.runner.cache.commit(rows.region, num_kept)
-        logits = output.logits[0, num_kept - num_nodes : num_kept]  # [N, K]
-        return Read(logits, output.hidden[0, num_kept:num_rows] if num_prompted else None)  # [P, E]
+        logits = output.logits[0][num_kept - num_nodes : num_kept]  # [N, K]
+        return Read(logits, output.hidden[0][num_kept:num_rows] if num_prompted else None)  # [P, E]
 
     def _read_text(self, region: Region, end: int) -> None:
         """Read the text before position `end`."""

@@ -106,7 +106,8 @@ class Drafting:
     def curve(self, context: int, num_sharing: int = 1, *, is_eager: bool = False) -> list[float]:
         """Return T(N) near a context length for the rows that each of `num_sharing` sequences may have in a pass.
 
-        Sequences that share a pass are expected to buy alike, so N rows of one stand for N rows of each.
+        Sequences that share a pass are expected to buy alike, so N rows of one stand for N rows of each; of the pass's
+        seconds each bears its share, beside those of its own drafting.
         """
         bucket = context // 256
         key = (bucket, num_sharing, is_eager)
@@ -116,7 +117,9 @@ class Drafting:
             sizes = list(range(1, min(self._profile.max_rows, MAX_ROWS - num_prefix) + 1))
             if compiled is not None:
                 sizes = [size for size in sizes if compiled.num_rows(size) is not None]
-            self._curves[key] = [self._profile.seconds(size * num_sharing, bucket * 256) for size in sizes]
+            self._curves[key] = [
+                self._profile.seconds(size * num_sharing, bucket * 256) / num_sharing for size in sizes
+            ]
         return self._curves[key]
 
     def _propose(self, sequence: DecodingSequence, num_ahead: int, max_depth: int, curve: Sequence[float]) -> TokenTree:

@@ -129,9 +129,9 @@ def compare_rows(
         chain = list(token_ids[position : position + fits[turn % len(fits)]])
         reference = []
         for token_id in chain:
-            reference.append(runner.decode([Rows.chain(plain, [token_id])]).logits[0, 0])
+            reference.append(runner.decode([Rows.chain(plain, [token_id])]).logits[0][0])
             runner.cache.commit(plain, 1)
-        logits = runner.decode([Rows.chain(chained, chain)]).logits[0, : len(chain)]  # [N, V]
+        logits = runner.decode([Rows.chain(chained, chain)]).logits[0][: len(chain)]  # [N, V]
         runner.cache.commit(chained, len(chain))
         gaps = (logits.float() - torch.stack(reference).float()).abs().amax(-1)  # [N]
         num_rows += len(chain)

@@ -117,6 +117,7 @@ class ForeignDraft:
         self._model = model
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self.kept_ids = np.arange(num_ids)  # [K]
+        self.needs_grid = getattr(model, "needs_grid", False)
 
     def forward(self, batch: RowBatch, keys_values: Sequence[Tensor]) -> Tensor:
         return self._model.forward(self._known(batch), keys_values)

@@ -98,7 +98,7 @@ class GPT2:
     def _attention(self, layer: GPT2Layer, hidden: Tensor, batch: RowBatch, keys_values: Tensor) -> Tensor:
         config = self.config
         heads = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)  # [B * N, 3 * H, D]
-        write_rows(keys_values, batch.slots, heads[:, config.num_heads :])
+        write_rows(keys_values, batch, heads[:, config.num_heads :])
         queries = heads[:, : config.num_heads]  # [B * N, H, D]
         return attend_layer(queries, keys_values, batch, is_sliding=False, scale=config.attention_scale)
 

@@ -58,6 +58,9 @@ class HFModel:
             self.config = _with_dimensions(self.config, self)
             _probe(self)
 
+    needs_grid = True
+    """The model's own attention takes equally many rows of all sequences."""
+
     @classmethod
     def from_folder(cls, folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> HFModel:
         """Load the model in `folder`.
@@ -150,7 +153,7 @@ class _SlotCache(_PassCache):
         """Write a layer's keys and values [B, G, N, D]; return those of all slots [B, G, S, D] that it reads."""
         slots = self._keys_values[layer_idx]  # [B, 2 * G, S, D]
         rows = torch.cat((key_states, value_states), 1)  # [B, 2 * G, N, D]
-        write_rows(slots, self._batch.slots, rows.transpose(1, 2).flatten(0, 1))
+        write_rows(slots, self._batch, rows.transpose(1, 2).flatten(0, 1))
         if self._layer_types[layer_idx] == SLIDING:
             slots = slots[:, :, self._batch.first_local_slot :]
         keys, values = slots.chunk(2, 1)  # [B, G, S, D] each
@@ -210,6 +213,7 @@ def _split_head(model: Any) -> Any:
 def _masks(batch: RowBatch, layer_types: tuple[str, ...]) -> Tensor | dict[str, Tensor]:
     """Return the pass's mask [B, 1, N, S] for one kind of layers, or those of both kinds by name."""
     # Biases are repeated for the query heads of one key/value head, rows within heads.
+    assert batch.bias is not None
     full = batch.bias[:, :, : batch.num_rows]  # [B, 1, N, S]
     if SLIDING not in layer_types:
         return full

@@ -32,6 +32,10 @@ _QUERY_BLOCK = 32
 """Query rows that the CPU attention kernel handles at once; a block of fewer than 4 gives other bits in bfloat16."""
 
 
+MIN_ROWS: Final = 4
+"""Fewer rows of a pass have other bits in bfloat16 on CPU."""
+
+
 class PackedLinear:
     """A linear layer whose weight is reordered once for oneDNN's matrix kernels.
 
@@ -128,7 +132,7 @@ def padded_rows(
     """
     if dtype != torch.bfloat16 or device.type != "cpu":
         return num_rows
-    padded = max(num_rows, -(-4 // num_sequences))
+    padded = max(num_rows, -(-MIN_ROWS // num_sequences))
     while 1 <= (padded * queries_per_kv) % _QUERY_BLOCK <= 3:
         padded += 1
     return padded

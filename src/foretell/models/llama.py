@@ -149,7 +149,7 @@ class Llama:
             keys = rms_norm(rotated[:, num_heads:], layer.key_norm, config.norm_eps)
             rotated = torch.cat((queries, keys), 1)  # [B * N, H + G, D]
         rotated = rotate(rotated, rope)
-        write_rows(keys_values, batch.slots, torch.cat((rotated[:, num_heads:], heads[:, num_rotated:]), 1))
+        write_rows(keys_values, batch, torch.cat((rotated[:, num_heads:], heads[:, num_rotated:]), 1))
         queries = rotated[:, :num_heads]  # [B * N, H, D]
         return attend_layer(queries, keys_values, batch, is_sliding=layer.is_sliding, scale=config.attention_scale)
 

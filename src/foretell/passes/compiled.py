@@ -68,7 +68,7 @@ class CompiledPasses:
             batch.features,  # [1, N, E], a draft model's
             *region.unbind(0),  # [1, 2 * G, C, D] each
         )
-        return PassOutput(hidden[None], logits[None])  # [1, N, E], [1, N, V]
+        return PassOutput((hidden,), (logits,))
 
 
 def load_compiled(

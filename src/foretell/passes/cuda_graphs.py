@@ -63,6 +63,7 @@ class CudaGraphPasses:
 
     def __call__(self, batch: RowBatch, region: Tensor) -> PassOutput:
         """Run a batch of one sequence whose rows fill a bucket; the output is overwritten by the next call."""
+        assert batch.bias is not None
         num_slots = batch.bias.shape[-1]
         has_embeddings = batch.embeddings is not None
         key = (batch.num_rows, num_slots, has_embeddings, region.data_ptr(), *region.stride())
@@ -73,7 +74,7 @@ class CudaGraphPasses:
         for name in _tensor_fields(batch):
             getattr(recorded.batch, name).copy_(getattr(batch, name))
         recorded.graph.replay()
-        return PassOutput(recorded.hidden[None], recorded.logits[None])
+        return PassOutput((recorded.hidden,), (recorded.logits,))
 
     def _record(self, batch: RowBatch, visible: Tensor) -> _Recorded:
         static = replace(batch, **{name: getattr(batch, name).clone() for name in _tensor_fields(batch)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor
 
 from foretell.cache.kv_cache import BLOCK, Region
 from foretell.models.config import ModelConfig
-from foretell.models.decoder import RowBatch
+from foretell.models.decoder import AttentionRun, RowBatch
 
 _LAST_BLOCK = (128, 384, 512)
 """Slots that are read of the last block. Masked slots at its end add exact zeros, so that a row has the same bits for
 all of these in bfloat16 (0 of 9 million attention outputs differ; 7 in 100,000 do for 256 or 320 slots), and the fewer
 are read the better."""
+
+_WORTH_A_RUN = 2
+"""Attention runs apart where one call for all would take more than so many times as many rows, each run counting two:
+6 sequences of 640 slots take 13 ms at 2 rows each and 37 at 12, one alone 4 ms at 4 rows and 7 at 12."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,40 +84,102 @@ class RowPacker:
             num_rows: rows per sequence, N; at least the longest sequence's.
             num_prefix: slots right after each sequence's rows that prompt tokens see, and nobody else.
         """
-        batch_size = len(sequences)
-        token_ids = np.zeros((batch_size, num_rows), dtype=np.int64)
-        positions = np.zeros((batch_size, num_rows), dtype=np.int64)
-        starts = np.array([rows.region.length for rows in sequences], dtype=np.int64)  # [B]
-        for index, rows in enumerate(sequences):
-            size = len(rows.token_ids)
-            token_ids[index, :size] = rows.token_ids
-            positions[index, :size] = rows.depths
-        positions += starts[:, None]
-        slots = starts[:, None] + np.arange(num_rows)  # [B, N]
-        num_slots = visible_slots(int(starts.max()) + num_rows + num_prefix, self._slot_grain)
-        bias = self._bias(sequences, num_rows, num_slots, num_prefix)  # [B, 1, N, S]
-        folded = self._fold(bias)  # [B, 1, H/G * N, S]
-        local_bias, first_local_slot = None, 0
-        window = self._config.sliding_window
-        if window is not None and int(positions.max()) < window:
-            local_bias = folded  # nothing lies outside the window yet
-        elif window is not None:
-            if self._skips_blocks:
-                first_local_slot = max(0, int(positions.min()) - window + 1) // BLOCK * BLOCK
-            local_bias = self._fold(self._local(bias, positions, slots, starts, window)[..., first_local_slot:])
+        token_ids, positions, slots = _grid(sequences, num_rows)  # [B, N] each
+        bias, local_bias, first_local_slot = self._biases(sequences, num_rows, num_rows, num_prefix)
         return RowBatch(
             token_ids=torch.from_numpy(token_ids).to(self._device),
             positions=torch.from_numpy(positions).to(self._device),
             last_position=int(positions.max()),
             slots=torch.from_numpy(slots).to(self._device),
-            bias=folded,
+            bias=bias,
             local_bias=local_bias,
             first_local_slot=first_local_slot,
             features=_pad_features(sequences, num_rows),
         )
 
-    def _bias(self, sequences: Sequence[Rows], num_rows: int, num_slots: int, num_prefix: int) -> Tensor:
-        key = (len(sequences), num_rows, num_slots)
+    def pack_ragged(self, sequences: Sequence[Rows], attended: Sequence[int], num_prefix: int = 0) -> RowBatch:
+        """Return the batch of these sequences' rows without padding, but for attention.
+
+        Args:
+            sequences: as for `pack`.
+            attended: rows that each is padded to there.
+            num_prefix: as for `pack`; right after as many rows as the most attended have.
+        """
+        num_rows, sizes = max(attended), [len(rows.token_ids) for rows in sequences]
+        is_real = np.arange(num_rows) < np.array(sizes)[:, None]  # [B, N]
+        owners, _ = np.nonzero(is_real)
+        token_ids, positions, slots = (torch.from_numpy(grid[is_real]) for grid in _grid(sequences, num_rows))
+        features = _pad_features(sequences, num_rows)
+        return RowBatch(
+            token_ids=token_ids[None].to(self._device),
+            positions=positions[None].to(self._device),
+            last_position=int(positions.max()),
+            slots=slots[None].to(self._device),
+            bias=None,
+            features=None if features is None else features[torch.from_numpy(is_real)][None],
+            runs=self._runs(sequences, sizes, attended, num_prefix),
+            owners=torch.from_numpy(owners).to(self._device),
+        )
+
+    def _runs(
+        self, sequences: Sequence[Rows], sizes: Sequence[int], attended: Sequence[int], num_prefix: int
+    ) -> list[AttentionRun]:
+        """Return runs of sequences side by side that attention pads alike, or a single one."""
+        num_rows_of = [(size, len(list(group))) for size, group in groupby(attended)]
+        num_padded = sum(size * num_sequences for size, num_sequences in num_rows_of)
+        if max(attended) * len(attended) <= _WORTH_A_RUN * (num_padded + 2 * len(num_rows_of)):
+            num_rows_of = [(max(attended), len(attended))]
+        starts = np.cumsum([0, *sizes])  # place of each sequence's first row
+        runs: list[AttentionRun] = []
+        first = 0
+        for num_rows, num_sequences in num_rows_of:
+            last = first + num_sequences
+            bias, local_bias, first_local_slot = self._biases(
+                sequences[first:last], num_rows, max(attended), num_prefix, number=len(runs)
+            )
+            is_kept = np.arange(num_rows) < np.array(sizes[first:last])[:, None]  # [B, N]
+            places = np.where(is_kept, starts[first:last, None] + np.arange(num_rows), 0)  # [B, N]
+            runs.append(
+                AttentionRun(
+                    slice(first, last),
+                    bias,
+                    local_bias,
+                    first_local_slot,
+                    rows=torch.from_numpy(places.ravel()).to(self._device),
+                    kept=torch.from_numpy(np.flatnonzero(is_kept)).to(self._device),
+                )
+            )
+            first = last
+        return runs
+
+    def _biases(
+        self, sequences: Sequence[Rows], num_rows: int, prefix_offset: int, num_prefix: int, number: int = 0
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """Return who sees what, [B, 1, H/G * N, S], in full and sliding layers, and the latter's first slot."""
+        starts = np.array([rows.region.length for rows in sequences], dtype=np.int64)  # [B]
+        num_behind = max(num_rows, prefix_offset + num_prefix) if num_prefix else num_rows
+        num_slots = visible_slots(int(starts.max()) + num_behind, self._slot_grain)
+        bias = self._bias(sequences, num_rows, num_slots, prefix_offset, num_prefix, number)  # [B, 1, N, S]
+        folded = self._fold(bias)  # [B, 1, H/G * N, S]
+        window = self._config.sliding_window
+        if window is None:
+            return folded, None, 0
+        _, positions, slots = _grid(sequences, num_rows)  # [B, N] each
+        if int(positions.max()) < window:
+            return folded, folded, 0  # nothing lies outside the window yet
+        first = max(0, int(positions.min()) - window + 1) // BLOCK * BLOCK if self._skips_blocks else 0
+        return folded, self._fold(self._local(bias, positions, slots, starts, window)[..., first:]), first
+
+    def _bias(
+        self,
+        sequences: Sequence[Rows],
+        num_rows: int,
+        num_slots: int,
+        prefix_offset: int,
+        num_prefix: int,
+        number: int,
+    ) -> Tensor:
+        key = (len(sequences), num_rows, num_slots, number)  # runs of one pass share no buffer
         if key not in self._buffers:
             if len(self._buffers) > 16:
                 self._buffers.clear()
@@ -127,7 +194,7 @@ class RowPacker:
             seen[size:, start + size : start + num_rows].fill_diagonal_(0)
             if num_prefix:
                 is_prompt = [token_id >= self._config.vocab_size for token_id in rows.token_ids]
-                seen[:size, start + num_rows : start + num_rows + num_prefix][torch.tensor(is_prompt)] = 0
+                seen[:size, start + prefix_offset : start + prefix_offset + num_prefix][torch.tensor(is_prompt)] = 0
         return bias
 
     def _local(
@@ -150,6 +217,18 @@ class RowPacker:
         num_sequences, _, num_rows, num_slots = bias.shape
         folded = bias.expand(num_sequences, self._queries_per_kv, num_rows, num_slots)  # [B, H/G, N, S]
         return folded.reshape(num_sequences, 1, -1, num_slots).to(self._device)
+
+
+def _grid(sequences: Sequence[Rows], num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return ids, positions and slots of the sequences' rows, int64 [B, N] each; padding has id 0."""
+    token_ids = np.zeros((len(sequences), num_rows), dtype=np.int64)
+    positions = np.zeros((len(sequences), num_rows), dtype=np.int64)
+    starts = np.array([rows.region.length for rows in sequences], dtype=np.int64)[:, None]  # [B, 1]
+    for index, rows in enumerate(sequences):
+        size = len(rows.token_ids)
+        token_ids[index, :size] = rows.token_ids
+        positions[index, :size] = rows.depths
+    return token_ids, positions + starts, starts + np.arange(num_rows)
 
 
 def _pad_features(sequences: Sequence[Rows], num_rows: int) -> Tensor | None:

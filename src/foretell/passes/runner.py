@@ -12,7 +12,7 @@ from torch import Tensor
 from foretell.cache.kv_cache import CacheShape, KVCache
 from foretell.models.config import SLIDING
 from foretell.models.decoder import Model, RowBatch
-from foretell.models.layers import padded_rows
+from foretell.models.layers import MIN_ROWS, padded_rows
 from foretell.passes.rows import RowPacker, Rows
 
 MAX_ROWS = 64
@@ -21,12 +21,12 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """What a pass computed for the real rows of its sequences."""
+    """What a pass computed for the rows of each of its sequences; padding may follow."""
 
-    hidden: Tensor
-    """[B, N, E] final hidden states, padding included."""
-    logits: Tensor
-    """[B, N, V], padding included."""
+    hidden: Sequence[Tensor]
+    """[N, E] each: final hidden states."""
+    logits: Sequence[Tensor]
+    """[N, V] each."""
 
 
 class CompiledPass(Protocol):
@@ -118,13 +118,12 @@ class Runner:
         num_rows = self.padded(max(len(rows.token_ids) for rows in sequences), len(sequences), is_eager=is_eager)
         regions = _regions(sequences)  # [L, B, 2 * G, C, D]
         num_prefix = self._put_prefix(sequences, num_rows, regions)
+        if self._is_ragged(sequences, num_rows):
+            return self._decode_ragged(sequences, num_prefix, regions)
         batch = self._embed_prompts(self._packer.pack(sequences, num_rows, num_prefix))
         if self.compiled is not None and not is_eager and self.compiled.num_rows(num_rows) == num_rows:
             return self.compiled(batch, regions)
-        hidden = self._forward(batch, regions)  # [B * N, E]
-        logits = self.model.logits(hidden)  # [B * N, V]
-        size = len(sequences)
-        return PassOutput(hidden.view(size, num_rows, -1), logits.view(size, num_rows, -1))
+        return self._output(batch, regions, [num_rows] * len(sequences))
 
     @torch.inference_mode()
     def prefill(self, rows: Rows) -> Tensor:
@@ -133,6 +132,24 @@ class Runner:
         hidden = self._forward(self._packer.pack([rows], size), _regions([rows]))  # [N, E]
         self.cache.commit(rows.region, size)
         return hidden
+
+    def _is_ragged(self, sequences: Sequence[Rows], num_rows: int) -> bool:
+        """Return whether padding all sequences to `num_rows` would compute rows in vain."""
+        sizes = [len(rows.token_ids) for rows in sequences]
+        may_be = len(sizes) > 1 and sum(sizes) >= MIN_ROWS and not getattr(self.model, "needs_grid", False)
+        return may_be and min(sizes) < num_rows
+
+    def _decode_ragged(self, sequences: Sequence[Rows], num_prefix: int, regions: Tensor) -> PassOutput:
+        model, sizes = self.model, [len(rows.token_ids) for rows in sequences]
+        attended = [padded_rows(size, MIN_ROWS, self._queries_per_kv, model.dtype, model.device) for size in sizes]
+        return self._output(
+            self._embed_prompts(self._packer.pack_ragged(sequences, attended, num_prefix)), regions, sizes
+        )
+
+    def _output(self, batch: RowBatch, regions: Tensor, sizes: list[int]) -> PassOutput:
+        hidden = self._forward(batch, regions)  # [B * N, E]
+        logits = self.model.logits(hidden)  # [B * N, V]
+        return PassOutput(hidden.split_with_sizes(sizes), logits.split_with_sizes(sizes))
 
     def _put_prefix(self, sequences: Sequence[Rows], num_rows: int, regions: Tensor) -> int:
         """Put the prefix of prompt tokens into the slots right after the rows; returns how many slots it takes."""
@@ -158,8 +175,8 @@ class Runner:
         return replace(known, embeddings=embeddings, adapted=adapted)
 
     def _forward(self, batch: RowBatch, regions: Tensor) -> Tensor:
-        visible = regions[:, :, :, : batch.bias.shape[-1]]  # [L, B, 2 * G, S, D]
-        return self.model.forward(batch, visible.unbind(0))
+        num_slots = None if batch.bias is None else batch.bias.shape[-1]
+        return self.model.forward(batch, regions[:, :, :, :num_slots].unbind(0))  # [B, 2 * G, S, D] each
 
 
 def describe_compiled(compiled: CompiledPass) -> str:

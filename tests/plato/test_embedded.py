@@ -339,6 +339,11 @@ def test_too_few_slots_are_told_before_anything_is_written(llm: LLM) -> None:
     for mode in ("plato", "sequential"):
         with pytest.raises(CapacityError, match="`max_slots` has room for 0: shorten it or give more"):
             answers(llm, mode=mode, max_slots=100)
+    answers(llm)
+    held = num_slots(llm)
+    with pytest.raises(CapacityError, match="`max_slots` has room for 448"):
+        answers(llm, max_slots=512)
+    assert num_slots(llm) == held
     with pytest.raises(ConfigError, match="`max_slots` must be at least 1, got 0"):
         PlatoOptions(max_slots=0)
 

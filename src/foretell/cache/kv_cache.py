@@ -175,13 +175,22 @@ class KVCache:
                 self._move(region, pool)
         pool.gather(regions)
 
-    def fork(self, region: Region, length: int | None = None) -> Region:
-        """Return a copy of a region: same capacity, same committed slots, or only the first `length` of them."""
+    def fork(self, region: Region, length: int | None = None, num_slots: int | None = None) -> Region:
+        """Return a copy of a region.
+
+        Args:
+            region: what to copy.
+            length: committed slots of the copy, the first ones; None takes all.
+            num_slots: capacity of the copy at least, its length or more; None takes the region's.
+
+        Raises:
+            CapacityError: `num_slots` is above the limit.
+        """
         length = region.length if length is None else length
         assert 0 <= length <= region.length
-        copy = region.pool.add()
-        tensor = region.pool.tensor
-        tensor[:, copy.index, :, :length] = tensor[:, region.index, :, :length]
+        pool = region.pool if num_slots is None else self._pool(num_slots)
+        copy = pool.add()
+        pool.tensor[:, copy.index, :, :length] = region.pool.tensor[:, region.index, :, :length]
         copy.length = length
         return copy
 

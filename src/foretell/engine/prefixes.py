@@ -53,7 +53,7 @@ class PrefixCache:
         self._prefixes.append(best)
         self.num_reused += num_shared
         self.num_computed += limit - num_shared
-        return self._cache.fork(best.region, num_shared)
+        return self._cache.fork(best.region, num_shared, len(prompt_ids))
 
     def keep(self, sequence: DecodingSequence, num_tokens: int, *, is_pinned: bool = False) -> None:
         """Keep a copy of the slots of a sequence's first tokens, unless they are known."""
@@ -61,7 +61,7 @@ class PrefixCache:
         token_ids = sequence.token_ids[:num_tokens]
         if num_tokens < MIN_SHARED or any(prefix.token_ids[:num_tokens] == token_ids for prefix in self._prefixes):
             return
-        region = self._cache.fork(sequence.region, num_tokens)
+        region = self._cache.fork(sequence.region, num_tokens, num_tokens)
         self._prefixes.append(_Prefix(token_ids, region, is_pinned))
         while len(self._prefixes) > self._max_prefixes:
             oldest = next((prefix for prefix in self._prefixes if not prefix.is_pinned), None)

@@ -157,7 +157,7 @@ class RowPacker:
     ) -> tuple[Tensor, Tensor | None, int]:
         """Return who sees what, [B, 1, H/G * N, S], in full and sliding layers, and the latter's first slot."""
         starts = np.array([rows.region.length for rows in sequences], dtype=np.int64)  # [B]
-        num_behind = max(num_rows, prefix_offset + num_prefix) if num_prefix else num_rows
+        num_behind = prefix_offset + num_prefix if num_prefix else num_rows
         num_slots = visible_slots(int(starts.max()) + num_behind, self._slot_grain)
         bias = self._bias(sequences, num_rows, num_slots, prefix_offset, num_prefix, number)  # [B, 1, N, S]
         folded = self._fold(bias)  # [B, 1, H/G * N, S]

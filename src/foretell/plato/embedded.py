@@ -172,9 +172,8 @@ class _Run(AnswerRun):
             logits_processors=(titles,) if is_forced else (router, titles),
             presence_penalty=_PRESENCE_PENALTY,
         )
-        self._llm.engine.check_prompt(prompt_ids)
-        reuse = self._llm.prefixes.take(prompt_ids) if options.is_reusing else None
-        job, num_reused = self._jobs.start(prompt_ids, sampling, reuse=reuse, priority=options.max_parts)
+        prefixes = self._llm.prefixes if options.is_reusing else None
+        job, num_reused = self._jobs.start(prompt_ids, sampling, prefixes=prefixes, priority=options.max_parts)
         self._answer.num_reused += num_reused
         self._answer.num_computed += len(prompt_ids) - 1 - num_reused
         if options.is_reusing:

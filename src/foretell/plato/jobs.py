@@ -13,6 +13,7 @@ from foretell.plato.options import PlatoOptions
 
 if TYPE_CHECKING:
     from foretell.cache.kv_cache import Region
+    from foretell.engine.prefixes import PrefixCache
     from foretell.job import Job
     from foretell.params import SamplingParams
     from foretell.plato.host import Host
@@ -32,13 +33,11 @@ class Jobs:
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether a job of so many tokens, prompt included, may start now. Without others it always may."""
-        running = self._running
-        longest = max([min(num_tokens, self._max_tokens(1)), *map(_num_tokens, running)])
-        return self._options.max_slots is None or not running or longest <= self._max_tokens(len(running) + 1)
+        return not self._running or self._fits(min(num_tokens, self._max_tokens(1)), ())
 
     def room_for_more(self, job: Job) -> int:
         """Return how many more tokens than it was given a running job may take."""
-        return self._max_tokens(len(self._running)) - _num_tokens(job)
+        return max(0, self._max_tokens(len(self._running)) - _num_tokens(job))
 
     def start(
         self,
@@ -46,7 +45,7 @@ class Jobs:
         sampling: SamplingParams,
         *,
         sample: int = 0,
-        reuse: Region | None = None,
+        prefixes: PrefixCache | None = None,
         is_eager: bool = True,
         priority: int = 0,
     ) -> tuple[Job, int]:
@@ -56,19 +55,21 @@ class Jobs:
             prompt_ids: the prompt.
             sampling: how to choose tokens.
             sample: number of the branch, which has noise of its own.
-            reuse: slots that hold the prompt's first tokens, in place of any job's; the job takes them.
+            prefixes: where its beginning may be, in place of other jobs.
             is_eager: share passes with others, see `Request`.
             priority: who goes first where rows are short, see `Request`.
 
         Raises:
-            CapacityError: the prompt leaves no room for a token; `reuse` stays the caller's.
+            CapacityError: the prompt leaves no room for a token.
         """
-        limit = self._max_tokens(len(self._running) + 1)
+        limit = self._max_tokens(1)
         if (room := limit - len(prompt_ids)) < 1:
             what = "the context holds" if self._options.max_slots is None else "`max_slots` has room for"
             raise CapacityError(f"the prompt has {len(prompt_ids)} tokens, {what} {limit}: shorten it or give more")
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens or room, room))
-        if reuse is None:
+        if prefixes is not None:
+            reuse = prefixes.take(prompt_ids)
+        else:
             reuse = self._beginning(prompt_ids, len(prompt_ids) + sampling.max_new_tokens)
         num_reused = 0 if reuse is None else reuse.length
         job = self._llm.start(
@@ -115,26 +116,26 @@ class Jobs:
             job: num_shared_tokens(job.sequence.token_ids[: job.sequence.region.length], known) for job in self._holding
         }
         source = max(shared, key=shared.__getitem__, default=None)
-        if source is not None and (not self._options.is_reusing or shared[source] < MIN_SHARED):
-            source = None
+        region = None
+        if source is not None and self._options.is_reusing and shared[source] >= MIN_SHARED:
+            region = self._cache.fork(source.sequence.region, shared[source], num_tokens + MAX_ROWS)
         ended = sorted((job for job in shared if job.sequence.is_finished), key=shared.__getitem__, reverse=True)
-        while ended and not self._fits(ended, num_tokens):
-            if (loser := ended.pop()) is source:  # nothing is copied: its slots become the new job's
-                self._holding.remove(loser)
-                loser.sequence.request.drafter.close()
-                self._cache.truncate(loser.sequence.region, shared[loser])
-                return loser.sequence.region
-            self.free(loser)
-        return None if source is None else self._cache.fork(source.sequence.region, shared[source])
+        while ended and not self._fits(num_tokens, ended):
+            self.free(ended.pop())
+        return region
 
-    def _fits(self, ended: Sequence[Job], num_tokens: int) -> bool:
-        """Return whether a job of so many tokens fits beside these that have ended, and all that run."""
+    def _fits(self, num_tokens: int, ended: Sequence[Job]) -> bool:
+        """Return whether a job of so many tokens fits beside all that run and these that have ended."""
         if self._options.max_slots is None:
             return True
-        running = self._running
-        num_slots = self._cache.capacity(max([num_tokens, *map(_num_tokens, running)]) + MAX_ROWS)
         num_held = sum(job.sequence.region.capacity for job in ended)
+        running = self._running
+        num_slots = max([self._cache.capacity(num_tokens + MAX_ROWS), *map(self._num_slots, running)])
         return num_slots * (len(running) + 1) + num_held <= self._options.max_slots
+
+    def _num_slots(self, job: Job) -> int:
+        """Return the most slots that a running job by itself will hold; once it shared a pass it may hold more."""
+        return max(job.sequence.region.capacity, self._cache.capacity(_num_tokens(job) + MAX_ROWS))
 
 
 def _num_tokens(job: Job) -> int:

@@ -144,6 +144,29 @@ def test_unequal_sequences_are_padded_for_attention_alone(
         assert len(output.hidden[index]) == len(tree)
 
 
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (12, 2, 1, 1, 1)])
+def test_prompt_tokens_see_their_prefix_among_unequal_sequences(family_lab: Any, sizes: tuple[int, ...]) -> None:
+    runner, vocab_size = Runner(family_lab.model, 900), family_lab.VOCAB_SIZE
+    config = runner.model.config
+    draw = torch.Generator().manual_seed(0)
+    shape = (config.num_layers, 2 * config.num_kv_heads, 3, config.head_dim)
+    runner.prompt_prefix = torch.randn(shape, generator=draw, dtype=runner.model.dtype)
+    runner.prompt_embeddings = torch.randn(2, config.hidden_size, generator=draw, dtype=runner.model.dtype)
+    regions = [runner.cache.allocate(900) for _ in sizes]
+    for seed, region in enumerate(regions):
+        runner.prefill(Rows.chain(region, family_lab.prompt(seed, 5 + 40 * seed)))
+        region.pool.tensor[:, region.index, :, region.length :] = 100.0  # whatever an earlier pass left there
+    rows = [
+        Rows.chain(region, [*range(5, 5 + size), vocab_size, vocab_size + 1][: size + index % 3])
+        for index, (region, size) in enumerate(zip(regions, sizes, strict=True))
+    ]
+    together = runner.decode(rows)
+    for index, each in enumerate(rows):
+        alone = runner.decode([each])
+        num_rows = len(each.token_ids)
+        torch.testing.assert_close(together.logits[index][:num_rows], alone.logits[0][:num_rows], atol=ATOL, rtol=0)
+
+
 def test_stale_slots_are_of_no_consequence(lab: Any) -> None:
     """Rows that were not accepted stay behind in the region; no later row reads them."""
     runner = Runner(lab.model, 600)

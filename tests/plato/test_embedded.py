@@ -369,6 +369,16 @@ def test_a_part_that_does_not_fit_the_context_has_failed(llm: LLM, monkeypatch: 
     assert last_answer(events).text == answers(llm, mode="sequential").text
 
 
+@pytest.mark.parametrize(("max_answer_tokens", "num_parts"), [(512, 4), (160, 3), (100, 2), (10, 2)])
+def test_no_more_parts_are_planned_than_can_say_something(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, max_answer_tokens: int, num_parts: int
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(embedded, "plan_grammar", lambda max_parts, **_: asked.append(max_parts) or GRAMMAR)
+    answers(llm, max_answer_tokens=max_answer_tokens)
+    assert asked == [num_parts]
+
+
 def test_bad_input(llm: LLM) -> None:
     with pytest.raises(InputError, match="empty"):
         llm.plan_and_generate("  ")

@@ -168,7 +168,7 @@ class _Run(AnswerRun):
         titles = DistinctTitles(self._llm.tokenizer, len(prompt_ids))
         sampling = replace(
             self._sampling(16 + _LINE_TOKENS * options.max_parts),
-            regex=plan_grammar(options.max_parts, may_be_direct=not is_forced),
+            regex=plan_grammar(options.num_plannable, may_be_direct=not is_forced),
             logits_processors=(titles,) if is_forced else (router, titles),
             presence_penalty=_PRESENCE_PENALTY,
         )

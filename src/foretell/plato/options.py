@@ -9,6 +9,7 @@ from typing import Final, Literal, get_args
 from foretell.errors import ConfigError
 from foretell.plato.events import Mode
 from foretell.plato.plan import MAX_PARTS
+from foretell.plato.schedule import MIN_PART_TOKENS
 
 Visibility = Literal["prefix", "full"]
 """What a part sees of the plan: `prefix` is the lines up to its own, so that it may begin before the plan is complete;
@@ -34,6 +35,7 @@ class PlatoOptions:
     max_parallel: int = 8
     """Parts that are written at once."""
     max_parts: int = MAX_PARTS
+    """Of a plan; fewer where each would have less than a short paragraph's tokens."""
     max_rows: int | None = None
     """Rows that the plan and all parts may have in a step, drafts among them; with fewer rows than parts these take
     turns, the plan and those that most parts wait for first. None sets no limit but what pays."""
@@ -58,6 +60,11 @@ class PlatoOptions:
     """Who proposes; None leaves it to the model's own settings."""
     deadline_s: float | None = None
     """Seconds from the request's start after which no further part begins; None sets no limit."""
+
+    @property
+    def num_plannable(self) -> int:
+        """Most parts that a plan is asked for."""
+        return min(self.max_parts, max(_MIN_PARTS, self.max_answer_tokens // MIN_PART_TOKENS))
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, get_args(Mode))

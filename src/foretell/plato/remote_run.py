@@ -106,8 +106,8 @@ class RemoteRun(AnswerRun):
         if route is not None:
             yield self._route(route.reason)
         options = self._options
-        regex = plan_grammar(options.max_parts, may_be_direct=route is None)
-        gbnf = plan_gbnf(options.max_parts, may_be_direct=route is None)
+        regex = plan_grammar(options.num_plannable, may_be_direct=route is None)
+        gbnf = plan_gbnf(options.num_plannable, may_be_direct=route is None)
         request = replace(
             self._request(planning_messages(self._question), 16 + _LINE_TOKENS * options.max_parts),
             grammar={"structured_outputs": {"regex": regex}, "regex": regex, "grammar": gbnf},

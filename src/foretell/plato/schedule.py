@@ -9,7 +9,7 @@ from typing import Final
 from foretell.plato.events import PartEnd
 from foretell.plato.plan import MAX_PARTS, Part, Plan
 
-_FLOOR: Final = 48
+MIN_PART_TOKENS: Final = 48
 """Tokens of a paragraph of three short sentences: with less a part cannot say anything."""
 
 
@@ -182,7 +182,7 @@ class Schedule:
 
     @property
     def _cap(self) -> int:
-        return max(_FLOOR, self._max_share * self._max_answer_tokens // self._num_parts)
+        return max(MIN_PART_TOKENS, self._max_share * self._max_answer_tokens // self._num_parts)
 
     def _chains(self) -> dict[int, int]:
         """Return for each part the length of the longest chain of known parts that begins with it."""
@@ -194,8 +194,8 @@ class Schedule:
 
     def _grant(self) -> int:
         share = self._num_left // self._num_unstarted
-        num_kept = (self._num_unstarted - 1) * min(_FLOOR, share)
-        return min(max(share, _FLOOR), self._cap, self._num_left - num_kept)
+        num_kept = (self._num_unstarted - 1) * min(MIN_PART_TOKENS, share)
+        return min(max(share, MIN_PART_TOKENS), self._cap, self._num_left - num_kept)
 
     def _primary(self, written: Sequence[int]) -> int | None:
         """Return the part whose sequence saves most: of all that is needed, it holds the most tokens."""

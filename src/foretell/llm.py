@@ -275,16 +275,21 @@ class LLM:
             sampling: how to choose tokens.
             drafter: who proposes, in place of the LLM's own.
             sample: number of the sample or branch, which has noise of its own.
-            reuse: slots that hold the prompt's first tokens already; the job takes them.
+            reuse: slots that hold the prompt's first tokens already; the job takes them, or they are given back.
             is_eager: share passes with other jobs even where there are compiled ones, see `Request`.
             priority: who goes first where a step has too few rows for all, see `Request`.
 
         Raises:
             what `generate` raises.
         """
-        self.engine.check_prompt(prompt_ids)
-        output, seed = OutputText(self.tokenizer, sampling.stop), noise_seed(sampling)
-        request = self._request(list(prompt_ids), sampling, drafter, output, seed, sample)
+        try:
+            self.engine.check_prompt(prompt_ids)
+            output, seed = OutputText(self.tokenizer, sampling.stop), noise_seed(sampling)
+            request = self._request(list(prompt_ids), sampling, drafter, output, seed, sample)
+        except BaseException:
+            if reuse is not None:
+                self.engine.runner.cache.free(reuse)
+            raise
         return Job(self.engine.start(replace(request, is_eager=is_eager, priority=priority), reuse=reuse), output, seed)
 
     def step(self, jobs: Sequence[Job], *, max_rows: int | None = None) -> list[Job]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -377,6 +377,30 @@ def test_no_more_parts_are_planned_than_can_say_something(
     monkeypatch.setattr(embedded, "plan_grammar", lambda max_parts, **_: asked.append(max_parts) or GRAMMAR)
     answers(llm, max_answer_tokens=max_answer_tokens)
     assert asked == [num_parts]
+
+
+def test_no_prompt_ends_a_turn_twice(llm: LLM, started: list[Any]) -> None:
+    answers(llm, visibility="full")
+    eos_ids = started[0].sequence.request.stop_ids
+    for job in started[1:]:
+        ids = job.sequence.request.prompt_ids
+        assert not any(left == right and left in eos_ids for left, right in pairwise(ids))
+
+
+def test_a_request_that_cannot_start_leaves_no_slots(llm: LLM) -> None:
+    answers(llm)
+    held = num_slots(llm)
+    with pytest.raises(ConfigError, match="nonsense"):
+        answers(llm, drafter="nonsense")
+    assert num_slots(llm) == held
+
+
+def test_a_deadline_before_the_first_part_is_named(llm: LLM) -> None:
+    times = iter(range(10_000))
+    options = replace(OPTIONS, deadline_s=1.5)
+    events = list(embedded.answer(llm, QUESTION, options, clock=lambda: float(next(times))))
+    assert FellBack("the deadline came before the plan's first part") in events
+    assert last_answer(events).text
 
 
 def test_bad_input(llm: LLM) -> None:

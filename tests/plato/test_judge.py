@@ -116,8 +116,10 @@ def test_a_pair_that_is_refused_ends_nothing() -> None:
     assert [each.outcome for each in judgement.pairs] == ["unparsable", "tie"]
     document = judgement.to_json()
     assert (document["num_unparsable"], document["num_refused"], document["num_judged"]) == (1, 1, 1)
+    records += [record("same", arm, "the same") for arm in ("plain", "plato")]  # asks nothing, and proves nothing
+    del records[2:4]
     with pytest.raises(PromptRefusedError, match=r"every pair: the judge refuses the request \(400: too long\)"):
-        judge(records[:2], ask, arm="plato", against="plain")
+        judge(records, ask, arm="plato", against="plain")
 
 
 def test_equal_texts_are_not_judged() -> None:
@@ -243,6 +245,16 @@ def test_fields_that_the_server_refuses_are_left_out_from_then_on() -> None:
     assert (client.ask("", ""), client.ask("", "")) == ("A", "B")
     assert ["max_tokens" in json.loads(request.content) for request in server.requests] == [True, False, False]
     assert "temperature" in json.loads(server.requests[-1].content)
+
+
+def test_a_field_in_the_refusal_of_a_long_prompt_stays() -> None:
+    too_long = failure(400, "'max_tokens' is too large: 1024, and the prompt has 4000 tokens")
+    server = Server(too_long, too_long, completion("A"))
+    client = server.client()
+    with pytest.raises(PromptRefusedError):
+        client.ask("", "")
+    assert client.ask("", "") == "A"
+    assert ["max_tokens" in json.loads(request.content) for request in server.requests] == [True, False, True]
 
 
 @pytest.mark.parametrize(

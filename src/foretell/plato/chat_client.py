@@ -118,9 +118,13 @@ class ChatClient:
             return _Busy(f"{response.status_code}: {message}", retry_after_s(response) or 0.0)
         refused = [name for name in self._fields if name in message]
         if response.status_code == 400 and refused:
-            for name in refused:
-                del self._fields[name]
-            return self._try(messages)
+            fields = self._fields
+            self._fields = {name: value for name, value in fields.items() if name not in refused}
+            try:
+                return self._try(messages)
+            except PromptRefusedError:  # it was not the field: a prompt that is too long may be told by its name
+                self._fields = fields
+                raise
         raise self._refusal(response.status_code, message)
 
     def _content(self, response: httpx.Response) -> str:

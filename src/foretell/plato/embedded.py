@@ -229,6 +229,8 @@ class _Run(AnswerRun):
         if self._answer.plan is None:
             yield self._end_plan(planning)
         reason = "" if self._parts else "the plan has no parts"
+        if reason and not planning.job.sequence.is_finished:
+            reason = "the deadline came before the plan's first part"
         if self._results and all(result.reason == "failed" for result in self._results.values()):
             reason = "no part fits the context"
         if reason:
@@ -280,11 +282,11 @@ class _Run(AnswerRun):
             return self._prompts.point(self._question, titles, part.id), frozenset()
         is_last = plan is not None and part.id == len(plan)
         if launch.primary is None:
-            written = planning.job.sequence.token_ids
+            written = _text_ids(planning.job)
             before = written if self._options.visibility == "full" else written[: planning.line_ends[part.id]]
             return [*before, *self._prompts.part(part, is_last=is_last)], frozenset()
         parent = self._branches[launch.primary]
-        before = parent.job.sequence.token_ids[: len(parent.job.sequence.request.prompt_ids) + _num_tokens(parent.job)]
+        before = _text_ids(parent.job)
         quoted = [
             QuotedPart(self._parts[need - 1], self._results[need].text.strip())
             for need in launch.needs_all
@@ -338,6 +340,11 @@ class _Run(AnswerRun):
     def _sampling(self, max_new_tokens: int) -> SamplingParams:
         options = self._options
         return SamplingParams(max_new_tokens=max_new_tokens, temperature=options.temperature, seed=options.seed)
+
+
+def _text_ids(job: Job) -> list[int]:
+    """Return a job's prompt and text, without the token that ended it."""
+    return job.sequence.token_ids[: len(job.sequence.request.prompt_ids) + _num_tokens(job)]
 
 
 def _num_tokens(job: Job) -> int:

@@ -140,8 +140,8 @@ def judge(
         pairs.append(_judge_pair(record, theirs[record.question.question_id], ask))
         if notify is not None:
             notify(len(pairs), len(both))
-    refusals = [pair.refusal for pair in pairs]
-    if None not in refusals:
+    refusals = [pair.refusal for pair in pairs if not pair.is_identical]  # of those that were asked about
+    if refusals and None not in refusals:
         raise PromptRefusedError(f"every pair: {refusals[0]}")
     return Judgement(arm=arm, against=against, pairs=pairs)
 

@@ -42,7 +42,7 @@ class PlatoOptions:
     max_slots: int | None = None
     """Slots of keys and values that the plan and all parts may hold at once; with fewer than they need, parts wait for
     each other, and some of what they share is computed again. The rules and examples, which all answers share, are not
-    counted. None sets no limit."""
+    counted; memory is taken for twice as many regions whenever it runs out. None sets no limit."""
     is_pipelined: bool = True
     """A part begins as soon as its line of the plan is complete, not only after the whole plan."""
     is_reusing: bool = True
@@ -59,7 +59,8 @@ class PlatoOptions:
     drafter: str | None = None
     """Who proposes; None leaves it to the model's own settings."""
     deadline_s: float | None = None
-    """Seconds from the request's start after which no further part begins; None sets no limit."""
+    """Seconds from the request's start after which no further part begins; None sets no limit. If no part is
+    planned by then, the question is answered directly."""
 
     @property
     def num_plannable(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from foretell.cli.api_key import ApiKeyEnvOption, read_api_key
-from foretell.cli.options import DecodingOptions, JsonOption, spread
+from foretell.cli.options import MODEL, SAMPLING, EngineOptions, JsonOption, spread
 
 if TYPE_CHECKING:
     from foretell.plato.events import Answer, Event
@@ -49,8 +49,14 @@ def plan(
     base_url: Annotated[str | None, typer.Option(help="Address of the server, for the openai backend.")] = None,
     api_key_env: ApiKeyEnvOption = None,
     as_json: JsonOption = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", rich_help_panel=SAMPLING)] = 512,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy; above, tokens are drawn.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Key of the noise.", rich_help_panel=SAMPLING)] = None,
+    drafter: Annotated[str, typer.Option(help="Who proposes, as in generate.", rich_help_panel=MODEL)] = "all",
     *,
-    options: DecodingOptions,
+    options: EngineOptions,
 ) -> None:
     """Answer a question part by part, independent parts at once (Plato). Unlike all else here this changes the answer.
 
@@ -64,7 +70,7 @@ def plan(
 
     settings = PlatoOptions(
         mode=mode,
-        max_answer_tokens=options.max_new_tokens or 512,
+        max_answer_tokens=max_new_tokens,
         max_parallel=max_parallel,
         max_parts=max_parts,
         max_rows=max_rows,
@@ -72,9 +78,9 @@ def plan(
         visibility=visibility,
         force_plan=force_plan,
         has_headings=headings,
-        temperature=options.temperature or 0.0,
-        seed=options.seed,
-        drafter=options.drafter if backend == "embedded" else None,
+        temperature=temperature,
+        seed=seed,
+        drafter=drafter if backend == "embedded" else None,
     )
     text = read_prompt(question, file, is_raw=False)
     answer = show(_events(text, settings, options, backend, base_url, api_key_env), is_quiet=as_json)
@@ -94,7 +100,7 @@ def answer_document(answer: Answer) -> dict[str, Any]:
 def _events(
     question: str,
     settings: PlatoOptions,
-    options: DecodingOptions,
+    options: EngineOptions,
     backend: str,
     base_url: str | None,
     api_key_env: str | None,
@@ -105,7 +111,7 @@ def _events(
         for name, value in (("--base-url", base_url), ("--api-key-env", api_key_env)):
             if value is not None:
                 raise ConfigError(f"{name} has no effect with --backend embedded: add --backend openai, or drop it")
-        return options.load(options.drafter).stream_plan(question, settings)
+        return options.load(settings.drafter or "all").stream_plan(question, settings)
     from foretell.plato.remote import stream_remote_plan
 
     if base_url is None:

@@ -111,7 +111,8 @@ def _events(
         for name, value in (("--base-url", base_url), ("--api-key-env", api_key_env)):
             if value is not None:
                 raise ConfigError(f"{name} has no effect with --backend embedded: add --backend openai, or drop it")
-        return options.load(settings.drafter or "all").stream_plan(question, settings)
+        assert settings.drafter is not None
+        return options.load(settings.drafter).stream_plan(question, settings)
     from foretell.plato.remote import stream_remote_plan
 
     if base_url is None:
